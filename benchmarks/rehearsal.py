@@ -111,7 +111,7 @@ def encoder(job):
 
 
 def precompute(job):
-    from qie_nb.planning.cards import _encoders
+    from qie_nb.planning.parts import _encoders
     trainer, hub = job.trainer("out", 1)
     trainer.cache_embeddings()
     e = _encoders(query(job))
@@ -186,7 +186,7 @@ def sample(job):
 
 def sampling_plan(job):
     from qie_nb.planning.disk_space import _adapter_bytes
-    from qie_nb.planning.cards import _encoders
+    from qie_nb.planning.parts import _encoders
     from qie_nb.planning.memory import weight_bytes
     q = query(job)
     e = _encoders(q)

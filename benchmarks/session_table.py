@@ -49,8 +49,9 @@ def gpu_rates(gpu): # {name: (amount a second, source)}
         memory=(bytes_rate(known), f"bytes of GPU memory, {BANDWIDTH:.0%} of the data sheet: assumed"))
 
 
-def steps_for(pairs): # musubi-tuner's 16 passes, at least diffusers' 500 steps
-    return max(500, min(16 * pairs, 2000))
+def samples_for(pairs): # musubi-tuner's 16 passes, at least diffusers' 500 steps
+    from qie_nb.core.presets import first_run
+    return first_run(pairs).samples
 
 def encoding_work(q): # operations a pair: (VAE, text encoder)
     vae = ENCODING["vae"] * (q.target + q.control) * 256 / 2**20
@@ -82,9 +83,10 @@ def case(where, side, products, pairs=PAIRS):
     from qie_nb.config import make_config
     from qie_nb.core.environment import Environment
     from qie_nb.planning.disk_space import disk_plan, table_bytes
-    from qie_nb.planning.cards import PUBLISHED, plan, speedup
+    from qie_nb.planning.cards import plan, speedup
+    from qie_nb.planning.parts import PUBLISHED
     from qie_nb.planning.cards import step_seconds
-    site, steps = SITES[where], steps_for(pairs)
+    site, samples = SITES[where], samples_for(pairs)
     config = dict(model=dict(pretrained_model_name_or_path="Qwen/Qwen-Image-Edit-2511"), data=dict(image_size=[SIDE, SIDE], control_area=side * side),
                   train=PRODUCTS[products] | dict(output_dir="/nowhere"), cache=dict(cache_dir="/nowhere/cache"), logging=dict(log_dir="/nowhere/runs"))
     p = plan(config, site.gpu)
@@ -94,7 +96,7 @@ def case(where, side, products, pairs=PAIRS):
     vae_rate = rate["cpu" if p.changes.get("cache", {}).get("vae_encoder_device") == "cpu" else "float32"]
     precompute = ((PUBLISHED["text_encoder"] + PUBLISHED["vae"] + whole / 3) / rate["read"] + disk.bytes("cache") / rate["write"]
                   + pairs * (vae / vae_rate + text / rate["float32"]) + table * q.dim / rate["cpu"]) # 2 bytes a number
-    train = steps * step_seconds(q, p.gpu.name) / speedup(q.processes)
+    train = samples * step_seconds(q, p.gpu.name) / speedup(q.processes)
     passes = 2 * 2 * SAMPLING_STEPS # one edit before and one after, each with guidance
     edits = passes * forward_seconds(q, p.gpu.name)
     phases = dict(download=sum(PUBLISHED.values()) / rate["download"], quantize=loads(q) * whole / rate["read"],
@@ -116,7 +118,7 @@ def times(where):
     hours = SITES[where].hours
     rows = [[f"{side} x {side}", products, strategy_name(p.shown.query), *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours)]
             for side, products, p, _, phases in cases(where)]
-    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{steps_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h"]
+    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{samples_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h"]
     return markdown(head, rows)
 
 def sizes(where):
@@ -127,7 +129,7 @@ def sizes(where):
 
 def verdicts(where):
     from qie_nb.planning.disk_space import table_bytes
-    from qie_nb.planning.cards import PUBLISHED
+    from qie_nb.planning.parts import PUBLISHED
     from qie_nb.planning.disk_space import TEXT_4BIT
     from qie_nb.config import make_config
     site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
@@ -149,9 +151,15 @@ def tables(where):
     rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES[where]).items()]
     return "\n\n".join([times(where), about, sizes(where), verdicts(where), "Assumed rates:", markdown(["rate", "a second", "source"], rows)])
 
+def recipe_row(pairs):
+    "Pairs, samples, held-out pairs, and the times of training on Kaggle."
+    from qie_nb.core.presets import first_run
+    run = first_run(pairs)
+    return [pairs, run.samples, run.held_out, *(duration(case("kaggle", SIDE, products, pairs)[2]["train"]) for products in PRODUCTS)]
+
 def recipe_times():
-    rows = [[n, steps_for(n), *(duration(case("kaggle", SIDE, products, n)[2]["train"]) for products in PRODUCTS)] for n in (20, 50, 200)]
-    return markdown(["pairs", "steps", "products in float32", "products in float16"], rows)
+    head = ["pairs", "samples", "held-out pairs", "products in float32", "products in float16"]
+    return markdown(head, map(recipe_row, (20, 50, 200)))
 
 KINDS = dict(duotone="colours", sepia="colours", rotate="colours", square="a place", mirror="the geometry") # what an edit of benchmarks/validation_loss.py changes
 

@@ -24,7 +24,7 @@ from .lora import adapters as lora
 from .models.flow_matching import loss_weighting
 from .models.quantizations.known import parse_quantization
 from .planning.decisions import SCALED
-from .planning.plan import Planner
+from .planning.plan import Planner, expected_steps, samples_per_step
 from .predict import Predictor
 from .training.attributes import RunAttributes
 from .training.callbacks import RunState, UnloadEncodersCallback
@@ -60,7 +60,7 @@ class QwenImageEditTrainer(RunAttributes):
         fp16 = plan.products.checked() == SCALED
         self.dtype_reason = plan.products.why if fp16 else plan.dtype.why
         check_optimizer(c.optimizer, self.device)
-        check_schedule(c.lr_scheduler, c.train.max_train_steps or 0)
+        check_schedule(c.lr_scheduler, expected_steps(c, plan.length) or 0)
         self.state = RunState()
         self.callbacks = list(callbacks)
         self.batch = None # the last one of the last step
@@ -122,7 +122,7 @@ class QwenImageEditTrainer(RunAttributes):
     def fit(self,
         train_dataloader:Iterable=None, # loader or other iterable of batches; default: configured data
     ) -> "QwenImageEditTrainer":
-        "Train until `max_train_steps` or `num_epochs`; a second call continues a stopped run."
+        "Train to the planned length; a second call continues a stopped run."
         self.planner.check_device()
         n = processes_to_start(self, "" if train_dataloader is None else "a loader")
         if n > 1:
@@ -202,9 +202,9 @@ class QwenImageEditTrainer(RunAttributes):
 
     def _plan_blocks(self, obstacle) -> Plan:
         "The plan, now that the transformer and its adapter are known, or that compiling has failed."
-        c, samples = self.config, len(self.samples or ())
-        per_step = c.data.batch_size * c.train.gradient_accumulation_steps
-        steps = c.train.max_train_steps or c.train.num_epochs * -(-samples // per_step) or None
+        samples = len(self.samples or ())
+        per_step = samples_per_step(self.config, self.state.processes)
+        steps = self.planner.length(samples).steps_of(per_step, -(-samples // per_step)) or None
         self.planner.learn(steps=steps, obstacle=obstacle, quantize=self.components.quantize.get("transformer"))
         plan = self.plan
         self.state.warn_once(plan.compile.warning)

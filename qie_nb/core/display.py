@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['kernel', 'is_interactive', 'short_time', 'image_bytes', 'image_html', 'table_html', 'text_table', 'badge', 'note',
-           'figure', 'counted_reasons']
+           'figure', 'counted_reasons', 'status_text']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, os, re, sys, threading, time
@@ -366,3 +366,24 @@ def status_html(s:dict) -> str: # from `status()` of a cache or a data set
     errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(escape, rows))}</li></ul>" if rows else ""
     encoders = f"<div style='margin:4px 0'>encoders: {escape(models or 'none yet')}</div>"
     return f"<div>{_badges(s)}{encoders}{why}{folders}{_kinds_table(s)}{errors}</div>"
+
+# %% ../../nbs/core/02_display.ipynb #40ddc26b
+def status_text(
+    status:dict, # of a cache's `get_cache_stats`, or of a data set's `status`
+) -> str:
+    "A cache in a few lines."
+    lines = []
+    if "samples" in status:
+        lines.append(f"{status['complete']} of {status['samples']} samples are complete")
+    kinds = status.get("kinds") or {k: v for k, v in status.items() if isinstance(v, dict) and "count" in v}
+    for kind, held in kinds.items():
+        count = held.get("present", held.get("count", 0))
+        missing = f", {held['missing']} missing" if held.get("missing") else ""
+        if count or missing:
+            lines.append(f"{kind}: {count} entries, {size_text(held['bytes'])}{missing}")
+    lines += [f"{layer['folder']}: {layer['count']} entries, {size_text(layer['bytes'])}" for layer in status["layers"]]
+    if status.get("quarantined"):
+        lines.append(f"{status['quarantined']} bad entries are in quarantine")
+    if status.get("why"):
+        lines.append(status["why"])
+    return "\n".join(lines) or "the cache is empty"

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'visible', 'letter_name', 'nfc', 'printable', 'few',
-           'is_address', 'unquoted', 'path_from']
+           'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
-import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, threading, time
+import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile, threading, time
 import unicodedata, uuid
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
@@ -359,3 +359,31 @@ def path_from(
     if shell != path and os.path.exists(shell) and not os.path.exists(path):
         path = shell
     return Path(path)
+
+# %% ../../nbs/core/00_files.ipynb #e1c7902c
+def typed_path(path:str) -> Path:
+    "A path with `~` and `$HOME` as folders."
+    return Path(os.path.expanduser(os.path.expandvars(path)))
+
+def is_path(name:str) -> bool:
+    "Can a name only be a path? Else it may be a hub id."
+    inside = "/" in name and typed_path(name).parent.is_dir()
+    return name.endswith(".safetensors") or name[:1] in "./~" or "\\" in name or name.count("/") > 1 or inside
+
+# %% ../../nbs/core/00_files.ipynb #6bc1da66
+def check_result_file(out:str) -> Path:
+    "Where the result of `predict` goes. Raises ValueError, before the edit, if it cannot be written there."
+    from PIL import Image
+    file = path_from(out, "`--out`", "give a file here, and copy it afterwards")
+    if file.is_dir(): raise ValueError(f"`--out` {out!r} is a folder; name a file in it, e.g. {file/'result.png'}")
+    Image.init()
+    if Image.EXTENSION.get(file.suffix.lower()) not in Image.SAVE:
+        raise ValueError(f"`--out` {out!r} must end in a suffix of images, got {file.suffix!r}; "
+                         "use .png, .jpg or .webp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as e:
+        raise ValueError(f"`--out` {out!r} cannot be written ({e.strerror}); name another file") from None
+    return file

@@ -240,8 +240,10 @@ def no_folder(
                                 "machine and give its path here")
     beside = root.parent
     if beside.is_dir():
-        raise FileNotFoundError(f"{what} does not exist in {str(beside)!r}, which has: "
-                                f"{contents(beside, False)}; set it to the folder of your pairs")
+        held = contents(beside, False)
+        there = "which is empty" if held == "empty" else f"which has: {held}"
+        raise FileNotFoundError(f"{what} does not exist in {str(beside)!r}, {there}; "
+                                "set it to the folder of your pairs")
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
         raise FileNotFoundError(f"{what} does not exist; if it is a data set of the Hugging Face "
                                 "hub, " + _HUB.format("dataset", repr(str(path))))

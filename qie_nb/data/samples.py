@@ -234,7 +234,7 @@ def _none_found(path:Path, request:Request=Request()):
     if twins and not twins.sure:
         raise ValueError(f"No pairs found in {str(path)!r}, but {name_twins(twins, path)}")
     readable = "" if _images_below(path) or empty else ", but no images that we can read"
-    alone = "; put targets without a control into training_images/ too" if request.lone else ""
+    alone = "; images without a control are targets, too, if they are in training_images/" if request.lone else ""
     raise ValueError(f"No pairs found in {str(path)!r}. {it_contains(path)}{readable}. "
                      f"{remedy(path, sets)}{alone}")
 
@@ -405,16 +405,17 @@ def control_images(
 # %% ../../nbs/data/03_samples.ipynb #ad6baf01
 def split_held_out(
     samples:list,
-    fraction, # of the control images, 0 to 1, or `ONE_IMAGE`
+    fraction, # of the control images, 0 to 1; or their number; or `ONE_IMAGE`
     seed:int=0,
 ) -> tuple: # (training samples, validation samples)
     "Split off validation pairs, grouped by their first control image."
     if not fraction: return list(samples), []
     first = _first_images(samples)
-    groups = {d for s, d in zip(samples, first) if s.controls or fraction != ONE_IMAGE}
+    asked = isinstance(fraction, float) # else only images that are there as controls
+    groups = {d for s, d in zip(samples, first) if s.controls or asked}
     groups = sorted(groups, key=lambda d: stable_seed(seed, d, "held out"))
-    if fraction == ONE_IMAGE: fraction = 1 / len(groups)
-    n = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
+    wanted = round(len(groups) * fraction) if asked else 1 if fraction == ONE_IMAGE else fraction
+    n = min(len(groups) - 1, max(1, wanted))
     if n < 1:
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "
                          f"{len(groups)}; add pairs or set it to 0")

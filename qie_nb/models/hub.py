@@ -7,6 +7,7 @@ __all__ = ['free_for_downloads']
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c003
 import hashlib, importlib, json, os
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch import nn
 from ..core.environment import detect_environment, hub_error, own_home
 from ..core.files import cached_file_property, free_bytes, write_atomic
 from ..core.presets import MODEL
+from ..core.startup import on_kaggle
 from .loading import source_checkpoint, weight_files, weight_names
 
 # %% ../../nbs/models/00_hub.ipynb #01f32332
@@ -38,7 +40,7 @@ _BASES = dict(tokenizer="PreTrainedTokenizerBase", processor="ProcessorMixin",
 def component_class(folder, name:str) -> tuple: # (library's name, class)
     entry = json.loads((Path(folder)/INDEX).read_text()).get(name)
     if not entry or entry == [None, None]:
-        raise ValueError(f"model folder {str(folder)!r} has no {name}; attach a folder that contains it")
+        raise ValueError(f"model folder {str(folder)!r} has no {name}; give a folder that contains it")
     library, cls = entry if isinstance(entry, list) and len(entry) == 2 else (entry, None)
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and "
@@ -51,7 +53,22 @@ def component_class(folder, name:str) -> tuple: # (library's name, class)
     return library, found
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c009
+def access_terms(
+    gated:object, # as the hub's `model_info` says it: False, auto or manual
+    tags:Iterable[str], # e.g. license:apache-2.0
+) -> str:
+    "Is a token needed, and which licence has a model?"
+    token = "a token of an account that has accepted its terms is needed" if gated else "no token needed"
+    licences = [tag.partition(":")[2] for tag in tags if tag.startswith("license:")]
+    return ", ".join([token, *(name.replace("apache", "Apache") for name in licences)])
+
 class HubClient:
+    def __init__(self):
+        self.terms_of = {} # {name: `access_terms`}
+
+    def terms(self, name) -> str: # "" if the hub was not asked
+        return self.terms_of.get(name, "")
+
     @property
     def folder(self) -> Path:
         from huggingface_hub import constants
@@ -61,10 +78,12 @@ class HubClient:
         from huggingface_hub import HfApi, snapshot_download
         try: info = HfApi().model_info(name, revision=revision, files_metadata=True)
         except Exception as error:
+            self.terms_of.pop(name, None)
             try: local = Path(snapshot_download(name, revision=revision, local_files_only=True))
             except Exception: raise error from None
             return local.name, {p.relative_to(local).as_posix(): p.stat().st_size
                                 for p in local.rglob("*") if p.is_file()}
+        self.terms_of[name] = access_terms(getattr(info, "gated", None), getattr(info, "tags", None) or ())
         return info.sha, {s.rfilename: s.size or 0 for s in info.siblings}
 
     def has(self, name, path, commit) -> bool: # downloaded already?
@@ -81,6 +100,12 @@ class HubClient:
 # %% ../../nbs/models/00_hub.ipynb #7d30c006
 HUB = HubClient()
 
+def copy_advice() -> str:
+    "What to do without a download; only Kaggle attaches folders."
+    if on_kaggle(os.environ):
+        return "attach the model as an input and give its folder"
+    return "give the folder of a copy"
+
 # %% ../../nbs/models/00_hub.ipynb #62438044
 CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 
@@ -90,6 +115,7 @@ class HubModel:
     def __init__(self, name:str, revision:str=None, hub=None):
         self.name, self.hub = name, hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
+        self.announced = False # was the download's size printed?
         self.store = own_home(os.environ)/"models"/f"{name.replace('/', '--')}@{self.commit[:12]}"
         self.record = self.store/"fetched.json"
 
@@ -97,13 +123,23 @@ class HubModel:
     def downloaded(self) -> list: # paths
         return json.loads(self.record.read_text()) if self.record.is_file() else []
 
+    def announce(self):
+        "Print once, before the first large file: size, folder, free space, token and licence."
+        todo = sum(n for p, n in self.files.items() if p.endswith(".safetensors") and not self.has(p))
+        if self.announced or not todo: return
+        self.announced = True
+        terms = getattr(self.hub, "terms", lambda name: "")(self.name)
+        free = format_bytes(free_for_downloads(self.hub.folder))
+        print(f"downloading {self.name}, {format_bytes(todo)} in all, to {self.hub.folder}, {free} free"
+              + (f"; {terms}" if terms else ""), flush=True)
+
     def fetch(self, path) -> Path:
         if not self.has(path) and path not in (ours := self.downloaded()):
             write_atomic(self.record, json.dumps([*ours, path]).encode())
         try: return self.hub.get(self.name, path, self.commit)
         except Exception as e:
             raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); run it "
-                          "again, finished files are kept, or attach the model as a folder") from e
+                          f"again, finished files are kept, or {copy_advice()}") from e
 
     def release(self, path):
         "Delete only what we downloaded."
@@ -165,7 +201,8 @@ def check_disk_space(self:HubModel, component:str, kept:int=None):
             f"the largest is {Path(path).name} with {format_bytes(largest)}")
     if need > free:
         raise OSError(f"{what}; it needs {format_bytes(need)} of free space, but {str(disk)!r} has "
-                      f"{format_bytes(free)} free; {remedy}, or attach the model as a folder")
+                      f"{format_bytes(free)} free; {remedy}, or {copy_advice()}")
+    self.announce()
     print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
 
 # %% ../../nbs/models/00_hub.ipynb #4f75e902
@@ -189,8 +226,7 @@ def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local fo
     try: return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
-                                f"({type(e).__name__}): {hub_error(e, name)}; or attach it as a folder and "
-                                "give its path") from e
+                                f"({type(e).__name__}): {hub_error(e, name)}; or {copy_advice()}") from e
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:

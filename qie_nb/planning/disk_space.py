@@ -23,7 +23,9 @@ from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
-from .decisions import AUTO, ENOUGH_IMAGES, choose_delete_shards
+from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
+from .decisions import AUTO, choose_delete_shards, choose_length
+from .facts import PairFacts
 from .memory import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, model_folder, numbers, optimizer_bytes,
     other_bytes, parameters, row_dtype)
@@ -79,7 +81,8 @@ def kept_checkpoints(train:TrainSection, pairs:int) -> int:
 def log_bytes(config:Config, pairs:int) -> int:
     "Rows and images of a run, roughly."
     train, logs = config.train, config.logging
-    steps = train.max_train_steps or min(STEPS, train.num_epochs * max(pairs, 1))
+    length = choose_length(train, PairFacts(pairs)).value
+    steps = length.steps_of(1) or min(STEPS, length.epochs * max(pairs, 1))
     shown = logs.log_images_count * (1 + steps // logs.log_images_every) if logs.log_images else 0
     every = train.eval_steps or max(20, steps // 4)
     edits = (train.eval_images + len(train.samples)) * (2 + steps // every)
@@ -289,6 +292,20 @@ def download_items(
              for part, size in sizes.items() if part not in quantized]
     return whole + copy_items(config, q, env) if quantized else whole
 
+def download_words(
+    config:Config,
+    q:MemoryQuery,
+    environment:Environment=None, # default this one
+) -> str: # "" if nothing is missing
+    "What the first run downloads: size, folder, free space, token and licence."
+    e = environment or detect_environment()
+    missing = sum(item.bytes for item in download_items(config, q, e.env))
+    if missing < 1e9:
+        return ""
+    name, folder = config.model.pretrained_model_name_or_path, hub_downloads(e.env)
+    terms = f"; no token needed, {LICENCE}" if name in PUBLISHED_MODELS.values() else ""
+    return (f"the first run downloads {_gb(missing)} of {name} to {folder}, "
+            f"{_gb(e.free_space(folder, free_bytes))} free{terms}")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c4d967b7
 def _existing(folder) -> Path: # the nearest existing parent

@@ -25,9 +25,9 @@ from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
-from .decisions import memory_text, unseen_gpu
+from .decisions import memory_text
 from .facts import (
-    GpuInfo, Machine, first_kind, hides_gpus, installed_gpus, runs_on, this_machine_facts)
+    GpuInfo, Machine, first_kind, hides_gpus, installed_gpus, runs_on, this_machine_facts, unseen_gpu)
 from .cards import plan
 from .plan import PlanFacts, first_that_fits, make_plan, named_model
 
@@ -423,7 +423,7 @@ def _summary(self:DoctorReport) -> str:
 # %% ../../nbs/planning/04_doctor.ipynb #069fb101
 @patch
 def __repr__(self:DoctorReport):
-    line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + "  ! ".join(filter(None, rest))
+    line = lambda level, what, *rest: f"{level:<8}  {what:<22}  " + ": ".join(filter(None, rest))
     first = "\n".join([*filter(None, [self._fit()]), self._summary(), *(line(*r) for r in self._rows())])
     return "\n\n".join([first, *map(repr, self.plans().values())])
 

@@ -9,7 +9,7 @@ __all__ = ['init']
 import json, subprocess
 from pathlib import Path
 
-from ..core.presets import MODEL, first_steps, preset_of
+from ..core.presets import MODEL, TINY, first_run, preset_of
 from ..data.samples import find_samples
 from ..core.files import path_from
 
@@ -66,13 +66,11 @@ data:
 
 train:
   output_dir: output # checkpoints and LoRA
-  max_train_steps: {steps}
+  max_train_samples: {samples} # {steps}
   # resume_checkpoint: auto # continues the newest checkpoint in output_dir
-  val_fraction: {val} # of the pairs: not trained on, to judge the result
-  save_interval: 0 # epochs
-  save_steps: {save}
-  eval_interval: 0
-  eval_steps: {save}
+  val_fraction: auto # {held}
+  # save_steps: {every} # the run is saved and evaluated every {every} steps; other intervals:
+  # eval_steps: {every}
 
 {rate_mark}optimizer: {{lr: 0.0001}}
 
@@ -94,12 +92,19 @@ def file_text(
     if gpus: why = f"{name}, {gib * 1.0737:.0f} GB" + f", {count} of them" * (count > 1)
     if gpus and not preset:
         why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
-    # with several GPUs, one process on each: a step has a sample of each
-    steps, mark = (-(-first_steps(pairs) // count), "") if preset else (150, "# ")
+    if preset: # with several GPUs, one process on each: a step has a sample of each
+        run, mark = first_run(pairs, count), ""
+        steps = f"{run.steps} steps" + (f" on {count} GPUs" if count > 1 else "") + "; without this line the number of pairs decides"
+    else:
+        run, mark = first_run(pairs, batch=TINY["data.batch_size"], preset="tiny"), "# "
+        steps = f"{run.steps} steps of {TINY['data.batch_size']}"
+    held = "none of the pairs is held out" if pairs else "a tenth of the pairs, at least 5 of 20"
+    if run.held_out:
+        held = f"{run.held_out} of {pairs} pairs"
     return FILE.format(
         model=MODEL, preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
-        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), steps=steps, save=steps // 5,
-        val=0.1 if pairs > 9 or not pairs else 0,
+        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), samples=run.samples, steps=steps, every=run.every,
+        held=f"{held}: not trained on, to judge the result" if run.held_out or not pairs else held,
         pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")
 
 # %% ../../nbs/planning/05_first_config.ipynb #ba019880

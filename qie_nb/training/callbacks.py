@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..config import Config, TrainSection
+from ..config import Config
+from ..core.choice import RunLength
 
 # %% ../../nbs/training/00_callbacks.ipynb #f21998bc
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class RunPosition:
         self.whole = True
 
     def plan_lengths(self,
-        train:TrainSection,
+        length:RunLength,
         batches:int, # of an epoch, of all processes
-        processes:int=1,
+        per_step:int=1, # batches of a step, of all processes
+        batch_size:int=1,
     ):
         "Plan the remaining steps; a forced resume may have other epochs."
-        per_step = train.gradient_accumulation_steps * processes
         if self.position >= batches:
             self.epoch += 1
             self.position = 0
@@ -83,7 +84,9 @@ class RunPosition:
         steps_per_epoch = -(-batches // per_step)
         done = -(-self.position // per_step) # steps of the current epoch
         begun = self.global_step - done # at the current epoch
-        self.max_steps = train.max_train_steps or begun + (train.num_epochs - self.epoch) * steps_per_epoch
+        self.max_steps = length.steps_of(per_step * batch_size)
+        if self.max_steps is None: # an earlier epoch may have had other batches
+            self.max_steps = begun + (length.epochs - self.epoch) * steps_per_epoch
         self.num_epochs = self.epoch + -(-(self.max_steps - begun) // steps_per_epoch)
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199806
@@ -175,9 +178,14 @@ class RunState(RunPosition, RunResults, RunRequests, RunClock):
         self.count_step(batches, per_epoch)
         if self.global_step >= self.max_steps: self.stop = "done"
 
-    def set_lengths(self, train:TrainSection, batches:int):
+    def set_lengths(self,
+        length:RunLength,
+        batches:int, # of an epoch, of all processes
+        accumulated:int=1, # batches of a step, of each process
+        batch_size:int=1,
+    ):
         "Plan the remaining steps of all processes."
-        self.plan_lengths(train, batches, self.processes)
+        self.plan_lengths(length, batches, accumulated * self.processes, batch_size)
 
     def restore(self, was:dict): # of a checkpoint's state.json
         "Go to the position of a checkpoint."

@@ -186,6 +186,7 @@ class CheckpointCallback(Callback):
     "Saves at intervals, at the best held-out loss, and at the end."
     def on_train_begin(self, t):
         self.saved = t.global_step or None
+        self.interval = t.plan.save_interval.value.of(t.state.max_steps)
         if self.better(t.state) and t.global_step: self.save(t) # by a repeated evaluation
 
     def better(self, s) -> bool:
@@ -198,17 +199,16 @@ class CheckpointCallback(Callback):
         return True
 
     def on_step_end(self, t):
-        c = t.config.train
-        if self.better(t.state) | due(t.state, c.save_interval, c.save_steps): self.save(t)
+        if self.better(t.state) | due(t.state, *self.interval): self.save(t)
 
     def on_train_end(self, t):
-        c, t.state.ended = t.config.train, time.time()
+        t.state.ended = time.time()
         # a signal may set `stop` in one process alone
         short = t.global_step < t.state.max_steps
         limited = t.plan.hours.value
         best = t.state.best
         unsaved = best is not None and not best[1] # no step is better than before the first one
-        wanted = (short or unsaved or getattr(t, "save_at_end", False) or c.save_interval or c.save_steps
+        wanted = (short or unsaved or getattr(t, "save_at_end", False) or any(t.plan.save_interval.value)
                   or limited)
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['accumulate_gradients', 'take_step', 'train', 'raise_if_failed', 'own_output', 'free_step_memory', 'prepare_run',
-           'show_plan_once', 'start_run', 'rollback_torn_step', 'fit_in_processes', 'leave_to_processes']
+           'announce', 'show_plan_once', 'start_run', 'rollback_torn_step', 'fit_in_processes', 'leave_to_processes']
 
 # %% ../../nbs/training/10_loop.ipynb #100b0003
 from collections.abc import Callable, Iterable
@@ -114,18 +114,34 @@ def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None) 
     callbacks = [*trainer.default_callbacks(), *trainer.callbacks]
     data = shard_loader(trainer.make_loader(train_dataloader), trainer.accelerator)
     run = BatchStream(data, c.gradient_accumulation_steps, callbacks)
+    announce(trainer, run.batches)
     fingerprint = trainer.checkpoints.make_fingerprint(data)
     trainer.predictor.restore_training_placement()
     trainer.components.finish_postponed()
     rollback_torn_step(trainer)
     if not trainer.started: start_run(trainer, callbacks, fingerprint)
     if trainer.finite is None: trainer.finite = NonFiniteCounter(trainer.device, s.skipped)
-    s.set_lengths(c, run.batches)
+    batch_size = getattr(getattr(data, "batch_sampler", None), "batch_size", None) or trainer.config.data.batch_size
+    length = trainer.planner.length(run.batches * batch_size)
+    s.set_lengths(length, run.batches, c.gradient_accumulation_steps, batch_size)
     trainer.configure_schedule()
     if s.global_step >= s.max_steps: s.stop = "done"
     trainer._transformer().train()
     show_plan_once(trainer)
     return run
+
+def announce(trainer:"QwenImageEditTrainer", batches:int): # of an epoch, of all processes
+    "Print how long the run is and what it holds out, once, before anything is loaded."
+    state, data = trainer.state, trainer.data
+    if not state.is_main or trainer.reporter is not None or not state.printed.first("length"):
+        return
+    held = data.held_out_ids
+    pairs = len(data.samples or ()) + len(held)
+    print(trainer.planner.summary(batches, pairs, len(held)))
+    if held and not trainer.plan.held_out.asked:
+        more = ", ..." if len(held) > 3 else ""
+        print(f"held out of training, for evaluation: {', '.join(map(repr, held[:3]))}{more} "
+              "(`train.val_fraction: 0` trains on all pairs)")
 
 def show_plan_once(trainer:"QwenImageEditTrainer"):
     "Show the plan before the first step; a started process leaves it to the one that started it."
@@ -191,7 +207,7 @@ def leave_to_processes(
     again = trainer.launched or trainer.started
     trainer.launched = True
     s.start()
-    check_run(trainer, again)
+    check_run(trainer, again, announce)
     evaluation(trainer.config).prepare(trainer)
     s.optimizer = trainer.adapters.ema = None
     trainer.adapters.load_nothing_later()

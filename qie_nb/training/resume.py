@@ -21,7 +21,7 @@ from ..core.settings import REMOVED, Role, value_of
 from ..core.section import Setting, all_settings
 from ..data.dataset import ImageDataset
 from ..data.images import source_digest
-from ..data.samples import split_held_out
+from ..data.samples import ONE_IMAGE, split_held_out
 from ..devices.edit_model import EditModel
 from ..devices.strategies.fsdp import full_state, shard_like, sharded_state
 from ..lora import adapters as lora
@@ -34,7 +34,7 @@ from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
-from .run_data import drop_bad_prompts, drop_long_prompts, used_fraction
+from .run_data import OLDER_EPOCHS, drop_bad_prompts, drop_long_prompts, used_fraction
 from .stopping import TrainingFailed
 
 
@@ -91,12 +91,15 @@ def settings_metadata(
         "model.quantize": quantize or "none", "dtype of the base": dtype, "data.batch_size": batch_size,
         BATCHES_PER_STEP: config.train.gradient_accumulation_steps * processes}
 
+_OLDER_DEFAULTS = {"train.num_epochs": OLDER_EPOCHS} # written by an older version, given or not
+
 def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
     "Changes of the settings that may change."
     changes = []
     for s in with_role("may change"):
         before, after = recorded(was, s), value_of(now, s.name)
-        if before != after:
+        open_as_before = after is None and before == _OLDER_DEFAULTS.get(s.name)
+        if before != after and not open_as_before:
             changes.append(f"`{s.name}` {before} -> {after}")
     return "; ".join(changes)
 
@@ -227,6 +230,15 @@ class RunResume:
 
 # %% ../../nbs/training/05_resume.ipynb #d5611b02
 @patch
+def held_out_share(self:RunResume,
+    held:ImageDataset, # or None
+) -> object: # as `used_fraction` reads it
+    "What auto held out: a share, a number of control images, or auto for one image or `train.val_path`."
+    if not held: return 0.0
+    share = self.adapters.data.share
+    return share if share and share != ONE_IMAGE else "auto"
+
+@patch
 def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
     "What the steps depend on; kept for the checkpoints."
     parts, dataset = self.components, getattr(loader, "dataset", None)
@@ -237,7 +249,8 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
                                  getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
                                  self.state.processes)
     held = getattr(self.adapters.data, "validation", None)
-    if settings["train.val_fraction"] == "auto" and not held: settings["train.val_fraction"] = 0.0
+    if settings["train.val_fraction"] == "auto":
+        settings["train.val_fraction"] = self.held_out_share(held)
     named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
     self.fingerprint = dict(
         settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
@@ -324,6 +337,8 @@ def restore_state(self:RunResume, saved:SavedRun):
     s = self.state
     s.restore(saved.state)
     self.resumed_from = saved.folder
+    if self.adapters.data is not None:
+        self.adapters.data.continued = saved.folder
     self.run_id = saved.state.get("run_id") or self.run_id # an older version's has none
     self.saves = saved.state.get("saves") or 0
     if not s.is_main: return

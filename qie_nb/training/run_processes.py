@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00002
 import io, os, time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -101,11 +102,16 @@ def job_config(trainer, **train) -> dict:
     for k, v in (dict(num_processes=1) | train).items(): setattr(c.train, k, v)
     return c.model_dump(mode="json")
 
-def check_run(trainer, again:bool): # again: does it continue a run of this trainer?
+def check_run(
+    trainer,
+    again:bool, # does it continue a run of this trainer?
+    announce:Callable, # prints what the run will be, from the batches of an epoch
+):
     "What can fail before the processes start; fills the cache."
     c, points, loader = trainer.config.train, trainer.checkpoints, trainer.make_loader()
     if not again and not c.resume_checkpoint: points.check_new_run()
     points.check_output()
+    announce(trainer, len(loader))
     begins_from = trainer.config.model.lora.pretrained_weight
     if begins_from and not again and not c.resume_checkpoint:
         check_lora(begins_from)

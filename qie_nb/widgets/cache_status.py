@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from fastcore.basics import patch
 
 from ..cache import EVERY_KIND, EmbeddingCacheManager
+from ..config import Config
 from ..core.display import Display, StatusText, note, report_errors, status_html
 from ..data.dataset import ImageDataset
 
@@ -24,6 +25,9 @@ class CacheStatus(Display):
         self.dataset = self.cache = self.verified = None
         self.verdict = self.problem = ""
         cache = getattr(cache, "dataset", cache) # of a loader
+        if isinstance(cache, Config):
+            raise ValueError("cache_status takes a data set, a loader, a cache or its folder, not a configuration; "
+                             "use cache_status(ImageDataset(trainer.config))")
         if isinstance(cache, ImageDataset): self.dataset, self.cache = cache, cache.cache; return
         try: self.cache = cache if isinstance(cache, EmbeddingCacheManager) else EmbeddingCacheManager(cache)
         except (ValueError, OSError) as e: self.problem = str(e)

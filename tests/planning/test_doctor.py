@@ -16,7 +16,8 @@ from qie_nb.core.environment import Environment
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.planning import doctor as doctor_module, facts as planned
 from qie_nb.planning.cards import plan
-from qie_nb.planning.decisions import OLDER_WHEELS, room_of
+from qie_nb.planning.decisions import room_of
+from qie_nb.planning.facts import OLDER_WHEELS
 from qie_nb.planning.facts import Machine, nvidia_driver
 from qie_nb.planning.doctor import DoctorReport, Finding, GpuInfo, LEVELS, MachineInfo, TRIED, doctor, installed_gpus, runs_on, this_machine
 

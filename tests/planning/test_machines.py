@@ -27,7 +27,6 @@ from qie_nb.planning.decisions import (
     choose_processes,
     choose_products,
     fits_gpus,
-    old_driver,
     room_of,
 )
 from qie_nb.planning.facts import (
@@ -40,6 +39,7 @@ from qie_nb.planning.facts import (
     SoFar,
     TextEncoderFacts,
     cached_kinds,
+    old_driver,
 )
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import WHEN_NEEDED
@@ -316,11 +316,13 @@ def test_a_run_is_evaluated_four_times_unless_it_is_asked_otherwise():
         assert plan_on("T4", train=train).eval_interval.value.of(1000) == interval
 
 
-def test_one_control_image_of_ten_or_more_is_held_out():
-    assert set(values("held_out").values()) == {ONE_IMAGE}
-    assert plan_on("T4", pairs=PairFacts(50, 9)).held_out.value == 0 and plan_on("T4", pairs=None).held_out is None
-    train = make_config(None).train
-    assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1)] == [ONE_IMAGE, 0, 0]
+def test_a_tenth_of_the_control_images_is_held_out_and_at_least_five_of_twenty():
+    assert set(values("held_out").values()) == {5}
+    held = [plan_on("T4", pairs=PairFacts(50, images)).held_out.value for images in (9, 10, 19, 20, 30, 54, 200)]
+    assert held == [0, 1, 1, 5, 5, 5, 20]
+    assert plan_on("T4", pairs=None).held_out is None
+    train = make_config(None).train # a resumed run goes on with the pairs that its checkpoint held out
+    assert [choose_held_out(train, PAIRS, before).value for before in ("auto", 0, 0.1, 3)] == [ONE_IMAGE, 0, 0.1, 3]
     for asked, share in (
         (dict(val_fraction=0.2), 0.2),
         (dict(val_path="held"), 0),

@@ -145,7 +145,7 @@ def test_the_time_is_that_of_the_session_table():
     import session_table
     for products in ("float32", "float16"):
         p, _, phases = session_table.case("kaggle", 512, products)
-        assert step_seconds(p.shown.query, "Tesla T4") * session_table.steps_for(50) == pytest.approx(phases["train"] * 1.84) and p.shown.query.processes == 2
+        assert step_seconds(p.shown.query, "Tesla T4") * session_table.samples_for(50) == pytest.approx(phases["train"] * 1.84) and p.shown.query.processes == 2
     known = plan("2511", "RTX 4090", 1024, config=dict(train=dict(max_train_steps=100)))
     assert "for 100 samples" in repr(known) and known.data()["strategies"][0]["time"].endswith(" min") and "TFLOP" not in repr(known)
     assert not plan("2511", 48, 1024).time() and "TFLOP a step" in repr(plan("2511", 48, 1024)), "of unknown speed"

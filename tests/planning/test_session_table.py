@@ -38,7 +38,7 @@ def test_phases_sessions_and_disk():
     assert session_table.sessions(small, 9) == 1 and session_table.sessions(large, 9) == 2
     assert fast["train"] < small["train"] / 3
     assert sum(disk.bytes(g) for g in ("cache", "checkpoints", "logs")) < session_table.SITES["kaggle"].output and p.chosen.total <= 0.93 * p.gpu.bytes
-    assert [session_table.steps_for(n) for n in (20, 50, 200)] == [500, 800, 2000]
+    assert [session_table.samples_for(n) for n in (20, 50, 200)] == [500, 800, 2000]
 
 
 def test_a_copy_that_is_too_large_is_named():

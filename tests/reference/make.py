@@ -275,15 +275,18 @@ def advice_for(config) -> list:
 
 def schedule_facts(config, batches=37) -> dict:
     "Steps of a run of so many batches an epoch, and after which of them it saves and evaluates."
-    from qie_nb.planning.decisions import choose_eval_interval
+    from qie_nb.planning.decisions import choose_eval_interval, choose_length, choose_save_interval
+    from qie_nb.planning.facts import PairFacts
     from qie_nb.training.callbacks import RunState, due
     c, state = config.train, RunState()
-    state.set_lengths(c, batches)
+    length = choose_length(c, PairFacts(batches))
+    state.set_lengths(length.value, batches, c.gradient_accumulation_steps)
+    saves = choose_save_interval(c, length).value.of(state.max_steps)
     saved, evaluated, per_step = [], [], c.gradient_accumulation_steps
     intervals = choose_eval_interval(c).value.of(state.max_steps)
     while state.global_step < state.max_steps:
         state.advance(min(per_step, batches - state.position), batches)
-        if due(state, c.save_interval, c.save_steps):
+        if due(state, *saves):
             saved.append(state.global_step)
         if due(state, *intervals):
             evaluated.append(state.global_step)
@@ -392,6 +395,7 @@ def resume_facts(raw) -> dict:
     config = make_config(raw)
     folder = find_checkpoint("latest", Path("run/checkpoints"))
     t = make_trainer(config)
+    t.data.continued = folder
     fingerprint = t.checkpoints.make_fingerprint(t.make_loader())
     t.checkpoints.find(str(folder), fingerprint)
     was = json.loads((folder/"state.json").read_text())["config"]
@@ -693,7 +697,7 @@ def run_decisions(folder) -> dict:
 
 ADVISED = ("defaults", "nf4", "qfloat8, selective", "inputs offloaded, no checkpointing",
            "encoder batch", "adafactor", "rtx4090") # cases of `RUNS`
-SCHEDULES = [dict(), dict(max_train_steps=10), dict(max_train_steps=1000), dict(num_epochs=3),
+SCHEDULES = [dict(), dict(num_epochs=10), dict(max_train_steps=10), dict(max_train_steps=1000), dict(num_epochs=3),
              dict(save_interval=0), dict(save_steps=50), dict(save_interval=0, save_steps=7),
              dict(eval_interval=2), dict(eval_interval=0), dict(eval_steps=30),
              dict(eval_interval=3, eval_steps=100), dict(gradient_accumulation_steps=4),
