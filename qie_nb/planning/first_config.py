@@ -10,6 +10,7 @@ import json, subprocess
 from pathlib import Path
 
 from ..core.presets import MODEL, TINY, first_run, preset_of
+from ..data.no_pairs import Twins, twins_in
 from ..data.samples import find_samples
 from ..core.files import path_from
 
@@ -50,6 +51,8 @@ def find_pairs(folder) -> tuple: # (folder or table, `Samples`, what is missing,
     return folder, [], here[2] + f" {len(found)} data sets lie below it: {sets}; name one." * bool(found)
 
 # %% ../../nbs/planning/05_first_config.ipynb #be6e1339
+CAPTIONS = "one instruction for all pairs without a caption"
+NO_CAPTIONS = "your instruction, without the first #: there are no captions"
 FILE = """\
 # Written by `qie-nb init`. `qie-nb options` lists all settings; those here override the preset's.
 preset: {preset} # {why}
@@ -60,7 +63,7 @@ model:
 
 data:
   dataset_path: {path} # {pairs}
-  # prompt: turn it into a pencil sketch # one instruction for all pairs without a caption
+{sides}  # prompt: turn it into a pencil sketch # {captions}
   # trigger_word: mystyle # a word to put before each prompt
   {size_mark}image_size: [512, 512] # an area in pixels: each image keeps its aspect ratio; then 1024 x 1024
 
@@ -80,9 +83,18 @@ logging:
   log_dir: output/runs # TensorBoard
 """
 
+def _sides_text(twins:Twins|None) -> str: # lines of the file, or ""
+    "The folders of the two sides, where their names do not tell them."
+    if twins is None:
+        return ""
+    before, after = (json.dumps(name, ensure_ascii=False) for name in (twins.before, twins.after))
+    return (f"  control_dir: {before} # before the edit: a guess, look at the pairs\n"
+            f"  target_dir: {after} # after it; exchange the two if it is the other way round\n")
+
 def file_text(
     path, pairs:int, # data set, its number of pairs
     gpus, # as `driver_gpus` returns them
+    twins:Twins|None=None, # two folders whose names do not tell the sides
 ) -> str:
     "The configuration as commented YAML."
     name, gib = gpus[0] if gpus else (None, 0)
@@ -103,6 +115,7 @@ def file_text(
         held = f"{run.held_out} of {pairs} pairs"
     return FILE.format(
         model=MODEL, preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
+        sides=_sides_text(twins), captions=CAPTIONS if twins is None or twins.captions else NO_CAPTIONS,
         path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), samples=run.samples, steps=steps, every=run.every,
         held=f"{held}: not trained on, to judge the result" if run.held_out or not pairs else held,
         pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")
@@ -119,12 +132,20 @@ def init(
         raise FileExistsError(f"{str(out)!r} exists; use --out for another file, or --force to overwrite it")
     path, samples, lacking = find_pairs(folder)
     gpus = driver_gpus() if gpus is None else gpus
-    known = path if samples or Path(folder) != Path(".") else None # nothing was named or found: an example
-    Path(out).write_text(file_text(known, len(samples), gpus), encoding="utf-8")
+    twins, pairs = None, len(samples)
+    if not samples and path.is_dir():
+        twins = twins_in(path)
+    if twins:
+        path, pairs = path/twins.folder, twins.pairs
+    known = path if pairs or Path(folder) != Path(".") else None # nothing was named or found: an example
+    Path(out).write_text(file_text(known, pairs, gpus, twins), encoding="utf-8")
     what = f"{len(samples)} pairs" if lacking else samples
     found = [f"found in {str(path)!r}: {what}"] if samples else []
     if lacking: found.append(lacking)
-    if not samples: found.append(f"Correct this, or `data.dataset_path` in {out}.")
+    if twins:
+        found.append(f"{out} has these lines: look at the section `data` there.")
+    elif not samples:
+        found.append(f"Correct this, or `data.dataset_path` in {out}.")
     return ("\n".join(found) + f"\nGPU: {gpus[0][0] if gpus else 'none found'}\nWrote {out}. Next:\n"
             f"  qie-nb doctor {out}   checks this machine and the settings\n"
             f"  qie-nb train {out}    encodes the pairs and trains; Ctrl-C stops, --resume latest continues")
