@@ -133,8 +133,10 @@ def init(
     path, samples, lacking = find_pairs(folder)
     gpus = driver_gpus() if gpus is None else gpus
     twins, pairs = None, len(samples)
-    if not samples and path.is_dir():
+    if lacking.startswith("No pairs found"):
         twins = twins_in(path)
+    if twins and twins.sure: # another fault is in the way
+        twins = None
     if twins:
         path, pairs = path/twins.folder, twins.pairs
     known = path if pairs or Path(folder) != Path(".") else None # nothing was named or found: an example
