@@ -18,6 +18,7 @@ from .files import is_path, typed_path
 # %% ../../nbs/core/09_presets.ipynb #10afb8cc
 TINY = {
     "model.pretrained_model_name_or_path": "tiny", "data.image_size": [96, 96], "data.batch_size": 4,
+    "data.crop": True, # at 96 pixels a side of other proportions is rounded by a third
     "train.mixed_precision": "no", "train.gradient_checkpointing": False, "train.max_train_steps": 150,
     "train.save_interval": 0, "train.save_steps": 50, "train.eval_interval": 0, "train.eval_steps": 50,
     "train.eval_images": 2, "train.eval_num_inference_steps": 8,
