@@ -221,9 +221,10 @@ def test_the_table_shows_a_caption_changed_by_the_trainer_and_control_images_enc
     assert "in it, encoding the control image" not in {r[0] for r in compare.rows_of(RESULT)[1]}
 
 
-def test_the_page_has_the_table_of_the_results():
-    page = compare.page(RESULT)
-    assert "2.00 (1.90 to 2.10)" in page and "no GPU (`b`)" in page and page.count("<!-- end -->") == 2
+def test_the_pages_have_the_tables_of_the_results():
+    page, details = compare.pages(RESULT).values()
+    assert "2.00 (1.90 to 2.10)" in page and page.count("<!-- end -->") == 1
+    assert "no GPU (`b`)" in details and details.count("<!-- end -->") == 1
 
 
 def test_results_name_no_folder_of_the_machine():
