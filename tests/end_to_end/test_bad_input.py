@@ -1,5 +1,5 @@
 """What is refused: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
-Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page's table."""
+Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page."""
 import functools, json, re, shutil, sys, tempfile
 from pathlib import Path
 
@@ -259,9 +259,24 @@ def refusal(config) -> str:
     return str(e.value)
 
 
+ANY = "(…)" # what differs between messages of one kind
+
+
+def frame_of(kind, page) -> str:
+    "The sentence of all messages of a kind, with a place for what differs."
+    found = re.search(rf"^## {kind}\n\n(?:> (.*)\n)?", page, re.M)
+    return (found[1] if found else None) or ANY
+
+
 def documented() -> dict: # {(kind, what): message}
-    rows = re.findall(r"^\| (\w+) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
-    return {(kind, what): text.replace("\\|", "|") for kind, what, text in rows}
+    "The messages of the page. Inputs that have the same message share a line."
+    page, found = PAGE.read_text(), {}
+    for kind in CASES:
+        section = page.partition(f"\n## {kind}\n")[2].partition("\n## ")[0]
+        for inputs, message in re.findall(r"^- \*(.*?)\*: (.*)$", section, re.M):
+            for what in inputs.split("; "):
+                found[kind, what] = frame_of(kind, page).replace(ANY, f"({message})" if kind == "resume" else message)
+    return found
 
 
 def comparable(text):
@@ -270,7 +285,7 @@ def comparable(text):
 
 
 def test_the_page_lists_exactly_these():
-    assert list(documented()) == [(kind, what) for kind in CASES for what in CASES[kind]]
+    assert sorted(documented()) == sorted((kind, what) for kind in CASES for what in CASES[kind])
 
 
 @pytest.mark.parametrize("kind, what", [(kind, what) for kind in CASES for what in CASES[kind]])
@@ -283,7 +298,9 @@ def test_refused_with_the_documented_message(kind, what, run, tmp_path, built, m
     assert not built, f"loaded {dict(built)} before it was refused"
 
 
-def difference(what): return documented()["resume", what].removeprefix("checkpoint step_00000002 belongs to a different run (").split("). To start")[0]
+def difference(what):
+    "What the message of another run names in brackets."
+    return documented()["resume", what].removeprefix(BEGIN).removesuffix(END)
 
 
 def test_all_differences_are_named_at_once(run, tmp_path, built):
@@ -365,20 +382,37 @@ def test_bad_data_and_models_are_refused_before_an_encoder_runs(case, sentence, 
     assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
 
 
-def write_table():
-    rows = ["| | input | message |", "|---|---|---|"]
+BEGIN = "checkpoint step_00000002 belongs to a different run ("
+END = "). To start a new run, choose another `train.output_dir`; to continue that run, use its settings and pairs, or set `train.force_resume` (--force)"
+
+
+def lines_of(kind, messages) -> list: # messages: {what: message}
+    "A line for each message, with all inputs that it answers."
+    frame, same = [], {}
+    if kind == "resume":
+        frame = [f"> {BEGIN.removesuffix('(')}{ANY}{END.removeprefix(')')}", ""]
+        messages = {what: text.removeprefix(BEGIN).removesuffix(END) for what, text in messages.items()}
+    for what, text in messages.items():
+        same.setdefault(text, []).append(what)
+    return [f"## {kind}", "", *frame, *(f"- *{'; '.join(inputs)}*: {text}" for text, inputs in same.items()), ""]
+
+
+def write_page():
+    lines = []
     with tempfile.TemporaryDirectory() as tmp:
         run = Run(Path(tmp)/"run")
         for kind, cases in CASES.items():
-            for what in cases:
-                here = Path(tmp)/f"{len(rows)}"
+            messages = {}
+            for number, what in enumerate(cases):
+                here = Path(tmp)/f"{kind}{number}"
                 here.mkdir()
                 with pytest.MonkeyPatch.context() as patch: text = refusal(run.refused(kind, what, here, patch)).replace(str(here), "")
-                rows.append(f"| {kind} | {what} | {text.replace('|', chr(92) + '|')} |")
-    PAGE.write_text(PAGE.read_text().partition(rows[0])[0] + "\n".join(rows) + "\n")
+                messages[what] = text
+            lines += lines_of(kind, messages)
+    PAGE.write_text(PAGE.read_text().partition("## resume\n")[0] + "\n".join(lines))
 
 
-if __name__ == "__main__": write_table()
+if __name__ == "__main__": write_page()
 
 
 def test_a_prompt_that_is_too_long_costs_no_work(tmp_path):
