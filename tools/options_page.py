@@ -3,7 +3,7 @@ import json, re
 from pathlib import Path
 
 from qie_nb.config import describe
-from qie_nb.core.section import Options
+from qie_nb.core.section import PLANNED, Options
 
 PAGE = Path(__file__).parent.parent/"docs"/"options.md"
 
@@ -11,6 +11,11 @@ PAGE = Path(__file__).parent.parent/"docs"/"options.md"
 def written(default) -> str:
     "A default as a command line takes it: without blanks."
     return re.sub(r"([,:]) ", r"\1", json.dumps(default)).replace('"', "")
+
+
+def short(about:str) -> str:
+    "The first part of a use, up to a semicolon; `qie-nb options` shows the rest."
+    return re.match(r"(?:\([^()]*\)|[^;(])+", about)[0].strip()
 
 
 def listed(options:Options) -> str: # Markdown
@@ -22,7 +27,8 @@ def listed(options:Options) -> str: # Markdown
             made.append(f"### Others: `{heading}`" if section else f"### {heading}")
         if heading in options.introductions and not section:
             made.append(options.introductions[heading])
-        made.append("\n".join(f"- `{name}={written(default)}` {about}" for name, default, about in rows))
+        shown = short if section or heading == PLANNED else str
+        made.append("\n".join(f"- `{name}={written(default)}` {shown(about)}" for name, default, about in rows))
     return "\n\n".join(made)
 
 

@@ -1,5 +1,5 @@
 """Settings, commands, messages and files that README and docs/ name exist."""
-import re, shlex, sys
+import json, re, shlex, sys
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +14,9 @@ sys.path.insert(0, str(ROOT/"tools"))
 import quotes
 
 PAGES = sorted(p.stem for p in (ROOT/"docs").glob("*.md"))
-WRITTEN = ["../README", *(p for p in PAGES if p != "refusals")] # refusals.md is generated
+MEASURED = sorted(f"measured/{p.stem}" for p in (ROOT/"docs"/"measured").glob("*.md"))
+WRITTEN = ["../README", *(p for p in PAGES if p != "refusals"), *MEASURED] # refusals.md is generated
+GENERATED = ("options", "claims", "peers", "refusals") # these and tables may be longer
 SECTIONS = "model|data|train|cache|predict|optimizer|lr_scheduler|logging"
 read = lambda page: (ROOT/"docs"/f"{page}.md").read_text()
 each_page = pytest.mark.parametrize("page", WRITTEN)
@@ -59,18 +61,68 @@ def test_messages_are_quoted_exactly(page):
     assert not [m for m in found if not quotes.in_code(m)]
 
 
-@each_page
-def test_links_exist(page):
-    for target in re.findall(r"\]\(([^)]+)\)", read(page)):
-        if target.startswith("https://"): continue
+# --- links
+REPOSITORY = "https://github.com/qie-nb/qie_nb/blob/main/" # a link to a file of ours
+
+
+def anchors(path:Path) -> set:
+    "The sections of a page, as GitHub names them."
+    return {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-")
+            for h in re.findall(r"^#+ (.*)", path.read_text(), re.M)}
+
+
+def dead_links(text:str, here:Path) -> list:
+    "Targets of links and images in Markdown at `here` that do not exist."
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, section = target.partition("#")
-        here = (ROOT/"docs"/f"{page}.md").resolve()
-        path = here.parent/file if file else here
-        assert path.is_file(), target
-        if section: assert section in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)", path.read_text(), re.M)}, target
+        if file.startswith(REPOSITORY):
+            path = ROOT/file.removeprefix(REPOSITORY)
+        elif "://" in file or file.startswith("mailto:"):
+            continue
+        else:
+            path = (here.parent/file).resolve() if file else here
+        if not path.exists() or section and path.suffix == ".md" and section not in anchors(path):
+            dead.append(target)
+    return dead
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*WRITTEN, "refusals", "../CONTRIBUTING"])
+def test_links_exist(page):
+    path = (ROOT/"docs"/f"{page}.md").resolve()
+    assert not dead_links(path.read_text(), path)
+
+
+def test_links_in_notebooks_exist():
+    dead = {}
+    for path in [*(ROOT/"nbs").rglob("*.ipynb"), *(ROOT/"kaggle").rglob("*.ipynb")]:
+        if ".ipynb_checkpoints" in path.parts:
+            continue
+        for cell in json.loads(path.read_text())["cells"]:
+            found = dead_links("".join(cell["source"]), path) if cell["cell_type"] == "markdown" else []
+            if found:
+                dead[str(path.relative_to(ROOT))] = found
+    assert not dead
+
+
+def test_dead_links_are_found(tmp_path):
+    page = tmp_path/"a.md"
+    page.write_text("# A title\n")
+    text = f"[a](a.md) [b](b.md) [c](#a-title) [d](a.md#b) [e](https://x.y/z) [f]({REPOSITORY}README.md) [g]({REPOSITORY}no.md)"
+    assert dead_links(text, page) == ["b.md", "a.md#b", f"{REPOSITORY}no.md"]
+
+
+def test_pages_name_pages_that_exist_in_code():
+    "Comments and messages name pages by their path."
+    named = {}
+    for folder, glob in (("qie_nb", "*.py"), ("tools", "*.py"), ("benchmarks", "*.py"), ("tests", "*.py"), ("kaggle", "*.py")):
+        for path in (ROOT/folder).rglob(glob):
+            for page in re.findall(r"\bdocs/([\w/]+\.md)", path.read_text()):
+                named.setdefault(page, path.name)
+    assert named and not {page: name for page, name in named.items() if not (ROOT/"docs"/page).is_file()}
+
+
+@pytest.mark.parametrize("page", PAGES + MEASURED)
 def test_pages_open_with_what_they_answer(page):
     title, gap, first, *_ = read(page).splitlines()
     assert title.startswith("# ") and not gap and re.match(r"[A-Z][^#|`!*-].{40,}[.:?!]", first), "one sentence below the title: what does this page answer?"
@@ -78,6 +130,35 @@ def test_pages_open_with_what_they_answer(page):
 
 def test_readme_links_every_page():
     assert not set(PAGES) - {*re.findall(r"\]\(docs/(\w+)\.md", read("../README"))}
+
+
+def test_each_page_of_measurements_is_linked_from_a_page():
+    linked = {name for page in PAGES for name in re.findall(r"\]\((measured/\w+)\.md", read(page))}
+    assert not set(MEASURED) - linked
+
+
+# --- words
+def words(text:str, generated:bool=True) -> int:
+    "As `wc -w` counts; without `generated`, what scripts write between their marks does not count."
+    if not generated:
+        text = re.sub(r"<!-- [^>]*: made by .*?<!-- end -->", "", text, flags=re.S)
+    return len(text.split())
+
+
+def test_words_are_counted():
+    text = "one two\n<!-- a: made by b.py -->\n| three | four |\n<!-- end -->\nfive"
+    assert words("one two | three") == 4 and words(text, generated=False) == 3 and words(text) > 10
+
+
+def test_pages_are_short():
+    "What no reader needs goes; how we know it is in docs/measured/."
+    assert words(read("../README")) <= 1000
+    assert words(read("refusals")) <= 1200
+    written = {page: words(read(page), generated=False) for page in PAGES if page not in GENERATED}
+    long = {page: n for page, n in written.items() if n > 900}
+    assert not long, f"more than 900 words, tables of scripts not counted: {long}"
+    assert sum(words(read(page)) for page in PAGES) <= 14_000, "docs/*.md together"
+    assert sum(words(read(page)) for page in MEASURED) <= 10_000, "docs/measured/*.md together"
 
 
 @each_page
@@ -88,18 +169,26 @@ def test_table_rows_have_equal_length(page):
 
 
 # --- claims
-def claims() -> list: # (claim, [page], what supports it)
-    rows = [[c.strip() for c in r.strip("|").split("|")] for r in read("claims").splitlines() if r.startswith("| ") and "---" not in r][1:]
-    return [(claim, re.findall(r"\[(\w+)\]", pages), support) for claim, pages, support in rows]
+def claims() -> list: # (claim, page, what supports it)
+    found, page = [], ""
+    for line in read("claims").splitlines():
+        heading, row = re.match(r"## \[([\w/]+)\]", line), re.match(r"- \*(.*)\* (.*)$", line)
+        if heading:
+            page = heading[1]
+        if row:
+            found.append((row[1], page, row[2]))
+    return found
 
 
-def page_text(name): return " ".join((ROOT/"README.md" if name == "README" else ROOT/"docs"/f"{name}.md").read_text().replace("\n> ", " ").replace("**", "").split())
+def page_text(name) -> str:
+    text = (ROOT/"README.md" if name == "README" else ROOT/"docs"/f"{name}.md").read_text()
+    return " ".join(text.replace("\n> ", " ").replace("**", "").split())
 
 
 def test_each_claim_is_in_its_page_and_has_its_support():
     found, named = claims(), 0
-    for claim, pages, support in found:
-        for page in pages: assert claim.replace("**", "") in page_text(page), (claim, page)
+    for claim, page, support in found:
+        assert claim in page_text(page), (claim, page)
         for path in re.findall(r"`((?:tests|benchmarks)/[^`]+)`", support):
             file, _, test = path.partition("::")
             assert (ROOT/file).is_file() and (not test or f"def {test}(" in (ROOT/file).read_text()), path
@@ -111,7 +200,7 @@ def test_each_claim_is_in_its_page_and_has_its_support():
 def test_each_bold_sentence_is_a_claim_or_a_heading():
     "Bold words of up to five words, or at the beginning of a paragraph, are names and headings."
     known = " ".join(c for c, *_ in claims())
-    for page in ("README", *(p.stem for p in (ROOT/"docs").glob("*.md") if p.stem not in ("claims", "security", "options", "refusals"))):
+    for page in ("README", *(p for p in [*PAGES, *MEASURED] if p not in ("claims", "security", "options", "refusals", "glossary"))):
         text = (ROOT/"README.md" if page == "README" else ROOT/"docs"/f"{page}.md").read_text()
         for m in re.finditer(r"\*\*([^*]+)\*\*", text):
             words, before = " ".join(m[1].split()).strip("."), text[:m.start()].rpartition("\n")[2]
