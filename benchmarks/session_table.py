@@ -173,7 +173,7 @@ KINDS = dict(duotone="colours", sepia="colours", rotate="colours", square="a pla
 def ranking():
     "How each measure ranks the checkpoints of the tiny model, compared with their pixel errors."
     results, head = json.loads((HERE/"results"/"held_out.json").read_text())["results"], ["edit", "changes", "checkpoints with gaps above seed noise"]
-    measures = dict(held_out_loss="validation loss", image_error_2="image error of two pairs", training_loss="mean training loss")
+    measures = dict(held_out_loss="held-out loss", image_error_2="image error of two pairs", training_loss="mean training loss")
     rows = []
     for edit, kind in KINDS.items():
         r = results[edit]

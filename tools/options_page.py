@@ -19,7 +19,7 @@ def short(about:str) -> str:
 
 
 def listed(options:Options) -> str: # Markdown
-    "The settings by who needs them, each on a line as a command line has it."
+    "The settings by who needs them, as a command line has them; the rarer ones by name."
     made = []
     for heading, rows in options.groups().items():
         section = heading in options.sections()
@@ -27,7 +27,10 @@ def listed(options:Options) -> str: # Markdown
             made.append(f"### Others: `{heading}`" if section else f"### {heading}")
         if heading in options.introductions and not section:
             made.append(options.introductions[heading])
-        shown = short if section or heading == PLANNED else str
+        if section:
+            made.append(", ".join(f"`{name}={written(default)}`" for name, default, _ in rows))
+            continue
+        shown = short if heading == PLANNED else str
         made.append("\n".join(f"- `{name}={written(default)}` {shown(about)}" for name, default, about in rows))
     return "\n\n".join(made)
 
