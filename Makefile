@@ -22,7 +22,7 @@ $(VENV)/.ready: settings.ini setup.py
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.ready ## precompute, train and predict with the embedded model and real photographs
+demo: $(VENV)/.ready ## precompute, train and predict with the tiny model and real photographs
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
 RUN := $(ONE) WORKERS=$(WORKERS) $(BIN)/python tools/run_tests.py

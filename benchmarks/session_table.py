@@ -131,7 +131,7 @@ def session_times(where):
                  train=f"train on {steps_for(PAIRS)} samples", save="edits before and after")
     rows = [[name, *(duration(phases[key]) for phases in columns.values())] for key, name in names.items()]
     rows.append(["together", *(duration(sum(phases.values())) for phases in columns.values())])
-    return markdown([f"{PAIRS} pairs at {SIDE} x {SIDE}", *(f"control images of {side} x {side}" for side in AREAS)], rows)
+    return markdown([f"{PAIRS} pairs at {SIDE} x {SIDE}", *(f"before images of {side} x {side}" for side in AREAS)], rows)
 
 
 def verdicts(where):

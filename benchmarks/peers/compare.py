@@ -428,7 +428,7 @@ def rows_of(result):
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
         rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
         if any(got(result, "steps", d, n, "encoding") for n in names):
-            rows.append(["in it, encoding the control image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
+            rows.append(["in it, encoding the before image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])
@@ -442,7 +442,7 @@ def rows_of(result):
         return (f"{differs} on its caption; " if differs else "") + f"{r['tokens']} tokens, the pipeline {ours}"
     rows.append(["prompt embedding against the pipeline", *each(conditioned)])
     for v in ("2511", "2509"): rows.append([f"loss for {v} against the pipeline's transformer", *value("losses", v, "*", "difference", then=small)])
-    for w, name in (("caption", "caption"), ("control", "control image")):
+    for w, name in (("caption", "caption"), ("control", "before image")):
         rows.append([f"{name} changed after caching, then training", *value(f"stale_{w}", "*", "train", then=lambda t: t.split(":")[0])])
     rows.append(["two flipped bytes in a cached latent", *value("damaged", "*", "train", then=lambda t: t.split(":")[0])])
     rows.append(["10 steps, twice", *value("resumed", "*", "repeated", then=small)])
