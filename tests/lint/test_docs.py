@@ -11,7 +11,7 @@ from qie_nb.config import describe, make_config
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT/"tools"))
-import quotes
+import quotes, website
 
 PAGES = sorted(p.stem for p in (ROOT/"docs").glob("*.md"))
 MEASURED = sorted(f"measured/{p.stem}" for p in (ROOT/"docs"/"measured").glob("*.md"))
@@ -135,6 +135,29 @@ def test_readme_links_every_page():
 def test_each_page_of_measurements_is_linked_from_a_page():
     linked = {name for page in PAGES for name in re.findall(r"\]\((measured/\w+)\.md", read(page))}
     assert not set(MEASURED) - linked
+
+
+# --- the site
+def test_the_site_has_every_page_and_notebook():
+    shown = json.dumps(website.navigation())
+    assert not [str(p) for p in website.sources() if p.suffix in (".md", ".ipynb") and str(p) not in shown]
+
+
+def test_links_of_the_site():
+    shown = {Path("README.md"), Path("docs/speed.md"), Path("nbs/index.ipynb")}
+    def of(link, here): return website.target_of(link, Path(here), shown)
+    assert of("../docs/speed.md#rates", "nbs/index.ipynb") == "../docs/speed.html#rates"
+    assert of("docs/speed.md", "README.md") == "docs/speed.md" and of("#a", "README.md") == "#a"
+    assert of("LICENSE", "README.md") == f"{website.REPOSITORY}/blob/main/LICENSE"
+    assert of("https://x.y/z.md", "nbs/index.ipynb") == "https://x.y/z.md" and of("no.md", "README.md") == "no.md"
+
+
+def test_dead_links_of_the_site_are_found(tmp_path):
+    (tmp_path/"b").mkdir()
+    (tmp_path/"b"/"index.html").write_text('<h1 id="there">B</h1>')
+    (tmp_path/"a.html").write_text('<a href="b/#there"></a><a href="b/index.html#gone"></a><img src="no.png">'
+                                   '<a class="md-nav__link" href="#theirs"></a><a href="https://x.y"></a>')
+    assert website.dead_links(tmp_path) == ["a.html: b/index.html#gone", "a.html: no.png"]
 
 
 # --- words
