@@ -181,7 +181,7 @@ def main():
     trainer = trained(work/"run", aligned)
     show_training(trainer, work/"run", time.time() - began)
     show_held_out(trainer)
-    [photograph] = crops(1, (96, 96), seed=3, split="held_out")
+    [photograph] = crops(1, seed=4, split="held_out")
     edit = trainer.predict(photograph, EDIT.instruction, height=96, width=96, **SAMPLING)
     write_image("predicted", [[photograph, edit]], ["your photograph", "edit"], 2.2)
     show_results(trainer, work)
