@@ -48,7 +48,7 @@ def with_links(text:str, here:Path, shown:set) -> str:
 
 
 def stage(folder:Path):
-    "Copies the sources with the site's links."
+    "Copies the sources with the site's links, and notebooks without the cells that they hide."
     files = sources()
     shown = set(files)
     for name in files:
@@ -58,6 +58,7 @@ def stage(folder:Path):
             out.write_text(with_links((ROOT/name).read_text(encoding="utf-8"), name, shown), encoding="utf-8")
         elif name.suffix == ".ipynb":
             book = json.loads((ROOT/name).read_text(encoding="utf-8"))
+            book["cells"] = [cell for cell in book["cells"] if not "".join(cell["source"]).startswith("#| hide")]
             for cell in book["cells"]:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = with_links("".join(cell["source"]), name, shown)
@@ -92,7 +93,7 @@ def settings(source:Path, out:Path) -> dict: # as in mkdocs.yml
     return dict(
         site_name="qie_nb", repo_url=REPOSITORY, docs_dir=str(source), site_dir=str(out), use_directory_urls=False,
         theme=theme, nav=navigation(), plugins=["search", {"mkdocs-jupyter": dict(execute=False, include_source=False)}],
-        markdown_extensions=["tables", "fenced_code", "sane_lists", "toc"],
+        markdown_extensions=["tables", "pymdownx.superfences", "pymdownx.highlight", "sane_lists", "toc"],
         validation=dict(links=dict(anchors="warn", absolute_links="warn", unrecognized_links="warn")))
 
 
