@@ -1,7 +1,7 @@
 """`fit` and `cache_embeddings` with processes that they start, on a CPU with gloo.
 
 One run of two processes serves most tests; each kind of fault has one run, and a weekly one in every process."""
-import contextlib, io, json, os, signal, subprocess, sys
+import contextlib, io, json, os, re, signal, subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -289,6 +289,39 @@ def test_error_of_a_process_is_raised_here(config, watched, monkeypatch, rank, c
     assert not started() and "raise ZeroDivisionError" in capsys.readouterr().out
     monkeypatch.delenv("QIE_NB_FAULT")
     if continues: assert t.fit().global_step == 10
+
+
+@pytest.mark.slow
+def test_an_adapter_with_nan_ends_the_run_of_two_processes_as_it_ends_one(config, watched, monkeypatch):
+    "From the fifth step on the adapter has NaN; the checkpoint of step 4 is good, no LoRA is written, and `fit` raises here."
+    monkeypatch.setenv("QIE_NB_FAULT", "NaN 5")
+    t = QwenImageEditTrainer(config("out", num_processes=2))
+    with pytest.raises(ValueError, match="(?s)the training failed: .*NaN.* The last checkpoint is step_00000004"):
+        t.fit()
+    assert not started()
+    nothing_broken_was_saved(Path(t.config.train.output_dir))
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_a_launched_run_whose_adapter_has_nan_ends_with_an_error(config, watched, monkeypatch, tmp_path):
+    "Of `torchrun`, as `accelerate launch` starts it."
+    monkeypatch.setenv("QIE_NB_FAULT", "NaN 5")
+    (tmp_path/"run.yaml").write_text(json.dumps(config("out")))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/"run.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode != 0
+    assert re.search("the training failed: .*NaN.* The last checkpoint is step_00000004", done.stderr), done.stderr
+    nothing_broken_was_saved(tmp_path/"out")
+
+
+def nothing_broken_was_saved(out:Path):
+    "All checkpoints are from before the fifth step, each with finite numbers, and no LoRA of the end was written."
+    assert [c.name for c in complete_checkpoints(out/"checkpoints")] == ["step_00000002", "step_00000004"]
+    files = list(out.rglob("*.safetensors"))
+    assert files and all(t.isfinite().all() for f in files for t in load_file(f).values())
+    assert not (out/"lora").exists()
 
 
 KERNEL = """
