@@ -33,7 +33,7 @@ def settings(
                 cache=dict(cache_dir=str(work/"cache")), logging=dict(log_dir=str(work/"runs")))
 
 
-def main(argv=None):
+def parser() -> argparse.ArgumentParser:
     "The command line."
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--pairs", required=True, help="a data set repository of the hub, or a folder")
@@ -42,7 +42,12 @@ def main(argv=None):
     p.add_argument("--prompt", help="one instruction for all pairs")
     p.add_argument("--steps", type=int, help="optimizer steps")
     p.add_argument("--work", default=tempfile.gettempdir() + "/qie_nb_job", help="a folder for cache and checkpoints")
-    a = p.parse_args(argv)
+    return p
+
+
+def main(argv=None):
+    "Encodes, trains, saves and uploads."
+    a = parser().parse_args(argv)
     from qie_nb.trainer import QwenImageEditTrainer
     work = Path(a.work)
     trainer = QwenImageEditTrainer(settings(a.preset, folder_of(a.pairs), work, a.prompt, a.steps))

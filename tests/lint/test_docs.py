@@ -1,5 +1,5 @@
 """Settings, commands, messages and files that README and docs/ name exist."""
-import json, re, shlex, sys
+import importlib.util, json, re, shlex, sys
 from functools import cache
 from pathlib import Path
 
@@ -135,6 +135,23 @@ def test_readme_links_every_page():
 def test_each_page_of_measurements_is_linked_from_a_page():
     linked = {name for page in PAGES for name in re.findall(r"\]\((measured/\w+)\.md", read(page))}
     assert not set(MEASURED) - linked
+
+
+# --- the script for rented machines
+def test_the_job_of_the_page_is_one_that_the_script_takes():
+    spec = importlib.util.spec_from_file_location("job", ROOT/"kaggle"/"job.py")
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    commands = re.findall(r"^.*job\.py (--.*)$", read("jobs"), re.M)
+    assert len(commands) == 2
+    for command in commands:
+        a = job.parser().parse_args(shlex.split(command))
+        c = make_config(job.settings(a.preset, Path(a.pairs), Path(a.work), a.prompt, a.steps))
+        assert c.train.max_train_steps == a.steps and c.data.prompt == a.prompt
+    tomllib = pytest.importorskip("tomllib")
+    header = re.search(r"^# /// script$(.*?)^# ///$", (ROOT/"kaggle"/"job.py").read_text(), re.M | re.S)[1]
+    assert tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))["dependencies"] == [
+        "qie_nb[nf4] @ git+https://github.com/qie-nb/qie_nb"]
 
 
 # --- the site
