@@ -86,7 +86,7 @@ def navigation() -> list: # as in mkdocs.yml
 
 
 def settings(source:Path, out:Path) -> dict: # as in mkdocs.yml
-    "What mkdocs is told."
+    "The settings of mkdocs."
     palette = [dict(media="(prefers-color-scheme: light)", scheme="default"),
                dict(media="(prefers-color-scheme: dark)", scheme="slate")]
     theme = dict(name="material", font=False, palette=palette, features=["navigation.tabs", "toc.follow"])

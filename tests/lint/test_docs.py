@@ -62,7 +62,7 @@ def test_messages_are_quoted_exactly(page):
 
 
 # --- links
-REPOSITORY = "https://github.com/qie-nb/qie_nb/blob/main/" # a link to a file of ours
+REPOSITORY = "https://github.com/qie-nb/qie_nb/blob/main/" # a link to a file of this repository
 
 
 def anchors(path:Path) -> set:
