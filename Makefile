@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
+.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
 
 install: $(VENV)/.ready
 
@@ -22,7 +22,7 @@ $(VENV)/.ready: settings.ini setup.py
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.ready ## precompute, train and predict with the embedded model and real photographs
+demo: $(VENV)/.ready ## precompute, train and predict with the tiny model and real photographs
 	$(BIN)/python -m qie_nb.cli demo --out demo_out
 
 RUN := $(ONE) WORKERS=$(WORKERS) $(BIN)/python tools/run_tests.py
@@ -83,6 +83,15 @@ $(VENV)-wheels/.ready: settings.ini
 	$(PLACE_PYTHON) -m pip download -q --no-deps -d $(@D) optimum-quanto ninja bitsandbytes
 	touch $@
 
+# pages and notebooks as a web site, by mkdocs in an environment of its own
+$(VENV)-site/.ready: docs/requirements.txt
+	$(PYTHON) -m venv $(VENV)-site
+	$(VENV)-site/bin/python -m pip install -q -r $<
+	touch $@
+
+site: $(VENV)-site/.ready ## README, docs/ and all notebooks as a web site in site/, checked for dead links; five minutes
+	$(VENV)-site/bin/python tools/website.py $(ARGS)
+
 screenshots: $(VENV)-w8/.ready ## take the widget images of README again
 	$(VENV)-w8/bin/python tools/screenshots.py docs
 
@@ -137,4 +146,4 @@ bench-gpu: $(VENV)/.ready ## on a GPU, at full size with random weights: hardwar
 	$(BIN)/python benchmarks/table.py --write
 
 clean:
-	rm -rf demo_out build dist *.egg-info
+	rm -rf demo_out build dist site *.egg-info

@@ -1,6 +1,6 @@
 """Times of training steps that others published, beside those that the planner computes: what its rates rest on.
 
-`benchmarks/session_table.py` puts the table into docs/speed.md. Each case has the shapes of the published run, as far
+`benchmarks/session_table.py` puts the table into docs/measured/speed.md. Each case has the shapes of the published run, as far
 as they are known; FLUX.1-dev is written as a Qwen transformer of the same width and about the same number of layers."""
 from dataclasses import dataclass, field
 

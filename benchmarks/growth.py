@@ -1,7 +1,7 @@
 """What grows with the number of samples: files, bytes, start-up, memory, the look through the cache, an epoch's order, a step, packing.
 
 `python benchmarks/growth.py` measures 100 to 100,000 samples, extrapolates to a million and writes results/growth.json; `python
-benchmarks/session_table.py --write` puts the table into docs/data.md. Samples are made up: pairs of 16 x 16 PNG files, a caption file each,
+benchmarks/session_table.py --write` puts the table into docs/measured/growth.md. Samples are made up: pairs of 16 x 16 PNG files, a caption file each,
 and entries with tiny tensors and full headers, as `precompute` lays them out. Every figure is from a process of its own. Name numbers of
 samples to measure only those; the others stay in the file.
 """

@@ -114,17 +114,26 @@ def sessions(phases, hours): # download and quantization again in each one; a qu
 
 
 def times(where):
-    from qie_nb.planning.cards import strategy_name
-    hours = SITES[where].hours
-    rows = [[f"{side} x {side}", products, strategy_name(p.shown.query), *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours)]
-            for side, products, p, _, phases in cases(where)]
-    head = ["control images", "products in", "strategy", "download", "quantize", "precompute", f"{samples_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h"]
+    "Phases, memory and kept disk of each case."
+    hours, rows = SITES[where].hours, []
+    for side, products, p, disk, phases in cases(where):
+        kept = sum(disk.bytes(group) for group in ("cache", "checkpoints", "logs"))
+        rows.append([f"{side} x {side}", products, *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours),
+                     gb(p.shown.total), gb(kept)])
+    head = ["control images", "precision", "download", "quantize", "precompute",
+            f"{samples_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h", "GB on a GPU",
+            "GB of kept disk"]
     return markdown(head, rows)
 
-def sizes(where):
-    rows = [[f"{side} x {side}", products, gb(p.shown.total), gb(sum(disk.bytes(g) for g in ("cache", "checkpoints", "logs")))] for side, products, p, disk, _ in cases(where)]
-    p, site = case(where, *list(AREAS)[:1], "float32")[0], SITES[where]
-    return markdown(["control images", "products in", f"GB on a GPU while training, of {gb(p.gpu.bytes)} ({gb(0.93 * p.gpu.bytes)} usable)", f"GB of kept disk, of {gb(site.output)}"], rows)
+
+def session_times(where):
+    "The phases of what a notebook does, for the place's own page."
+    columns = {side: case(where, side, "float16")[2] for side in AREAS}
+    names = dict(download="download the model", quantize="read and quantize it", precompute="precompute",
+                 train=f"train on {samples_for(PAIRS)} samples", save="edits before and after")
+    rows = [[name, *(duration(phases[key]) for phases in columns.values())] for key, name in names.items()]
+    rows.append(["together", *(duration(sum(phases.values())) for phases in columns.values())])
+    return markdown([f"{PAIRS} pairs at {SIDE} x {SIDE}", *(f"before images of {side} x {side}" for side in AREAS)], rows)
 
 
 def verdicts(where):
@@ -132,24 +141,30 @@ def verdicts(where):
     from qie_nb.planning.parts import PUBLISHED
     from qie_nb.planning.disk_space import TEXT_4BIT
     from qie_nb.config import make_config
-    site, out = SITES[where], [f"- Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."]
-    for side, products, p, disk, phases in cases(where):
-        total = sum(phases.values()) / 3600
-        fits = "fits into one session" if total <= site.hours else f"does not fit into one session of {site.hours:g} h"
-        out.append(f"- Controls at {side} x {side}, products in {products}: {total:.1f} h, {fits}.")
+    site, out = SITES[where], []
     q = case(where, AREAS[0], "float32")[0].shown.query
     table = table_bytes(make_config(None), q)
     for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
         size = copy_bytes(replace(q, quantization=kind)) + table + (sum(TEXT_4BIT) + PUBLISHED["vae"]) * encoders
         what = "the text encoder in nf4 and the VAE" if encoders else "no encoders"
-        out.append(f"- A prequantized {kind} copy with its modulation table and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
-    return "\n".join([*out, f"- The modulation table is {gb(table)} GB, in such a copy and made by precompute."])
+        out.append(f"- A prequantized {kind} copy with its modulation table ({gb(table)} GB) and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
+    return "\n".join(out)
 
 
 def tables(where):
-    about = f"Computed, not measured: {PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, no evaluation, the model downloaded whole."
-    rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES[where]).items()]
-    return "\n\n".join([times(where), about, sizes(where), verdicts(where), "Assumed rates:", markdown(["rate", "a second", "source"], rows)])
+    "What a place needs, with the limits that it has."
+    gpu, site = case(where, AREAS[0], "float32")[0].gpu, SITES[where]
+    about = f"{PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, no evaluation, the model downloaded whole. "
+    about += f"A GPU has {gb(gpu.bytes)} GB, {gb(0.93 * gpu.bytes)} of them usable; {gb(site.output)} GB of disk are kept."
+    return "\n\n".join([times(where), about, verdicts(where)])
+
+
+def rate_table():
+    "The rates that are assumed, once for both places."
+    from qie_nb.planning.cards import PUBLISHED
+    rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES["kaggle"]).items()]
+    size = f"Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."
+    return f"{size}\n\n{markdown(['rate', 'a second', 'source'], rows)}"
 
 def recipe_row(pairs):
     "Pairs, samples, held-out pairs, and the times of training on Kaggle."
@@ -158,15 +173,15 @@ def recipe_row(pairs):
     return [pairs, run.samples, run.held_out, *(duration(case("kaggle", SIDE, products, pairs)[2]["train"]) for products in PRODUCTS)]
 
 def recipe_times():
-    head = ["pairs", "samples", "held-out pairs", "products in float32", "products in float16"]
+    head = ["pairs", "samples", "held-out pairs", "float32", "scaled float16"]
     return markdown(head, map(recipe_row, (20, 50, 200)))
 
 KINDS = dict(duotone="colours", sepia="colours", rotate="colours", square="a place", mirror="the geometry") # what an edit of benchmarks/validation_loss.py changes
 
 def ranking():
-    "How each measure ranks the checkpoints of the embedded model, compared with their pixel errors."
+    "How each measure ranks the checkpoints of the tiny model, compared with their pixel errors."
     results, head = json.loads((HERE/"results"/"held_out.json").read_text())["results"], ["edit", "changes", "checkpoints with gaps above seed noise"]
-    measures = dict(held_out_loss="validation loss", image_error_2="image error of two pairs", training_loss="mean training loss")
+    measures = dict(held_out_loss="held-out loss", image_error_2="image error of two pairs", training_loss="mean training loss")
     rows = []
     for edit, kind in KINDS.items():
         r = results[edit]
@@ -174,7 +189,7 @@ def ranking():
     return markdown([*head, *measures.values()], rows)
 
 def validation():
-    "Error of the model alone, then of each run's best and last checkpoint, on the embedded model."
+    "Error without LoRA, then of each run's best and last checkpoint, on the tiny model."
     results = json.loads((HERE/"results"/"held_out.json").read_text())
     names = dict(good="48 pairs, rank 16, rate 5e-3", slow="48 pairs, rank 8, rate 1e-3", overfitted="2 pairs, rank 64, rate 1e-2", too_high="48 pairs, rank 16, rate 5e-2")
     show = lambda x: f"{x['pixel_error']:.1f} (step {x['step']})"
@@ -184,7 +199,7 @@ def validation():
         runs = {name: sorted((x for x in r["rows"] if x["run"] == name), key=lambda x: x["step"]) for name in ("base", *names)}
         best = {name: min(points, key=lambda x: x["pixel_error"]) for name, points in runs.items()}
         rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(f"{show(best[n])}, {show(runs[n][-1])}" for n in names)])
-    return markdown(["edit", "model alone", *(f"{n}: best, last" for n in names.values())], rows)
+    return markdown(["edit", "without LoRA", *(f"{n}: best, last" for n in names.values())], rows)
 
 def few_steps():
     "Checkpoints judged by images of four forward passes and of forty."
@@ -240,7 +255,7 @@ def drift_columns():
     return markdown([*head, *(f"`{c}`" for c in shown)], [[kind, done[kind], *(cell(r[kind][c], n) for c, n in shown.items())] for kind in done])
 
 def drift_training():
-    "Drift of the embedded model after training on pairs as they are, shifted, and aligned again; the median of each seed, then mean and range over the seeds."
+    "Drift of the tiny model after training on pairs as they are, shifted, and aligned again; the median of each seed, then mean and range over the seeds."
     runs, names = json.loads((HERE/"results"/"drift.json").read_text())["runs"], dict(shifted="targets 3 px to the right", aligned="the same after `align_pairs`", right="as they are")
     def over_seeds(arm, of): # of: function of a run's rows
         v = [statistics.median(x) for r in runs if r["arm"] == arm and (x := list(of(r["rows"])))]
@@ -281,26 +296,29 @@ def growth():
         show = lambda v, form, scale=1: "-" if v is None else form.format(v * times / scale)
         return [f"{n:,}" + " (extrapolated)" * (times > 1), show(r.get("image_files"), "{:,.0f}"), show(r.get("entries"), "{:,.0f}"), show(get("warm_open", "open_cpu_s"), "{:.2f}"),
                 show(get("warm_open", "open_s"), "{:.2f}"), show(get("warm_open", "open_peak"), "{:.1f}", 1e6), show(get("warm", "scan_s"), "{:.2f}"), show(get("warm", "epoch_order_s"), "{:.3f}"),
-                "-" if get("warm", "calls") is None else f"{get('warm', 'calls'):,.0f}", show(get("pack", "index_bytes"), "{:.1f}", 1e6), show(get("packed", "packed_open_bytes"), "{:.1f}", 1e6)]
+                "-" if get("warm", "calls") is None else f"{get('warm', 'calls'):,.0f}"]
     for n, r in sorted(held["results"].items(), key=lambda x: int(x[0])): rows.append(row(int(n), r)); last = r
     rows.append(row(10**6, last, 10**6 / last["samples"]))
-    head = ["samples", "files of the data set", "entries", "open, CPU s", "open, s", "open, MB", "look through the cache, s", "order of an epoch, s", "calls of a step", "index of the packed cache, MB", "index in memory, MB"]
+    head = ["samples", "files of the data set", "entries", "open, CPU s", "open, s", "open, MB", "look through the cache, s", "order of an epoch, s", "calls of a step"]
     return markdown(head, rows) + f"\n\n{held['device']}, load average {held['load_average']:.0f}, Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}. Opened in a new process that knows the files (median of {last['warm_open']['open_s']['runs']} to 3 runs); -: not measured."
 
 
-PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
-         ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
-         ("speed", "anchors: made by benchmarks/session_table.py from benchmarks/anchors.py"): anchor_table,
+PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: session_times("kaggle"),
+         ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: session_times("colab"),
+         ("measured/sessions", "kaggle: made by benchmarks/session_table.py"): lambda: tables("kaggle"),
+         ("measured/sessions", "colab: made by benchmarks/session_table.py"): lambda: tables("colab"),
+         ("measured/sessions", "rates: made by benchmarks/session_table.py"): rate_table,
+         ("measured/speed", "anchors: made by benchmarks/session_table.py from benchmarks/anchors.py"): anchor_table,
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
-         ("recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
-         ("data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
-         ("recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
-         ("data", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
-         ("evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
-         ("evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
-         ("evaluation", "advice: made by benchmarks/session_table.py from benchmarks/results/advice.json"): advice_table,
-         ("evaluation", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,
-         ("evaluation", "drift training: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_training}
+         ("measured/recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
+         ("measured/data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
+         ("measured/recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
+         ("measured/growth", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
+         ("measured/evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
+         ("measured/evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
+         ("measured/evaluation", "advice: made by benchmarks/session_table.py from benchmarks/results/advice.json"): advice_table,
+         ("measured/drift", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,
+         ("measured/drift", "drift training: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_training}
 
 def filled(page, mark, text): # the page with its table replaced
     start, end = f"<!-- {mark} -->\n", "<!-- end -->"

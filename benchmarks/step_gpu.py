@@ -439,7 +439,7 @@ def profiles(b):
     for name in ("table, adapters in bf16, compiled", "no recompute, table, compiled", "full checkpointing, eager"): b.measure("profile", name, partial(profile_mode, b, *MODES[name]))
 
 
-# --- quantized layers: the tables in docs/options.md are measured on a CPU
+# --- quantized layers: the tables in docs/measured/quantization.md are measured on a CPU
 def quantized_layer(b, kind):
     "A quantized layer on this device and on the CPU, against the plain product in float32, and compiled against not compiled; relative errors."
     from qie_nb.models.quantizations.known import quantize_linear

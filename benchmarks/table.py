@@ -1,10 +1,12 @@
-"""Makes the tables of docs/speed.md from benchmarks/results/*.json and the planner: `python benchmarks/table.py` prints them, `--write` puts them into the page, and the table of GPUs into README, too."""
+"""Makes tables of docs/speed.md and docs/measured/ from benchmarks/results/*.json and the planner.
+
+`python benchmarks/table.py` prints them, `--write` puts them into the pages, and the table of GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
 from statistics import median
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent/"docs"/"speed.md"
+DOCS = HERE.parent/"docs"
 README = HERE.parent/"README.md"
 
 
@@ -195,29 +197,37 @@ def of_results(make, name):
     return lambda: make(held(name))
 
 
-TABLES = dict(
-    short=short_table,
-    cards=cards_table,
-    precompute=of_results(precompute_table, "precompute"),
-    step=of_results(step_table, "step_cpu"),
-    modes=of_results(modes_table, "modes"),
-    text_encoder=of_results(text_encoder_table, "text_encoder_precision"),
-    gpu=of_results(gpu_table, "step_gpu"),
-    rehearsal=of_results(rehearsal_table, "rehearsal"))
+TABLES = { # {(page in docs/, mark): what makes the table}
+    ("speed", "short"): short_table,
+    ("measured/speed", "cards"): cards_table,
+    ("measured/speed", "precompute"): of_results(precompute_table, "precompute"),
+    ("measured/speed", "step"): of_results(step_table, "step_cpu"),
+    ("measured/speed", "modes"): of_results(modes_table, "modes"),
+    ("measured/text_encoder", "text_encoder"): of_results(text_encoder_table, "text_encoder_precision"),
+    ("measured/speed", "gpu"): of_results(gpu_table, "step_gpu"),
+    ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal")}
+
+
+def filled(page:str, mark:str, table:str) -> str:
+    "A page with one of its tables replaced. Raises SystemExit if it has not that mark once."
+    pattern = f"(<!-- {mark}: .*? -->\n).*?(\n<!-- end -->)"
+    text, n = re.subn(pattern, lambda m: m[1] + table + m[2], (DOCS/f"{page}.md").read_text(), flags=re.S)
+    if n != 1:
+        raise SystemExit(f"docs/{page}.md needs the mark of the table {mark} once, it has {n}")
+    return text
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--write", action="store_true")
     a = p.parse_args()
-    text = PAGE.read_text()
-    for name, make in TABLES.items():
+    for (page, mark), make in TABLES.items():
         made = make()
-        if not a.write: print(f"{name}\n\n{made}\n"); continue
-        text, n = re.subn(f"(<!-- {name}: .*? -->\n).*?(\n<!-- end -->)", lambda m: m[1] + made + m[2], text, flags=re.S)
-        if n != 1: raise SystemExit(f"{PAGE} needs the mark of the table {name} once, it has {n}")
+        if a.write:
+            (DOCS/f"{page}.md").write_text(filled(page, mark, made))
+        else:
+            print(f"{mark}\n\n{made}\n")
     if a.write:
-        PAGE.write_text(text)
         README.write_text(with_table(README.read_text(), short_table()))
 
 

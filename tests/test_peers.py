@@ -217,13 +217,14 @@ def test_the_table_shows_a_caption_changed_by_the_trainer_and_control_images_enc
     changed = RESULT | dict(steps=dict(float32=steps), conditioning=dict(qie_nb=dict(difference=0., tokens=7, pipeline_tokens=7), other=dict(difference=3.5, tokens=8, pipeline_tokens=7)))
     rows = {r[0]: r[1:] for r in compare.rows_of(changed)[1]}
     assert rows["prompt embedding against the pipeline"] == ["equal", "3.5e+00 on its caption; 8 tokens, the pipeline 7"]
-    assert rows["in it, encoding the control image"] == ["-", "0.50 s (0.40 to 0.60)"]
-    assert "in it, encoding the control image" not in {r[0] for r in compare.rows_of(RESULT)[1]}
+    assert rows["in it, encoding the before image"] == ["-", "0.50 s (0.40 to 0.60)"]
+    assert "in it, encoding the before image" not in {r[0] for r in compare.rows_of(RESULT)[1]}
 
 
-def test_the_page_has_the_table_of_the_results():
-    page = compare.page(RESULT)
-    assert "2.00 (1.90 to 2.10)" in page and "no GPU (`b`)" in page and page.count("<!-- end -->") == 2
+def test_the_pages_have_the_tables_of_the_results():
+    page, details = compare.pages(RESULT).values()
+    assert "2.00 (1.90 to 2.10)" in page and page.count("<!-- end -->") == 1
+    assert "no GPU (`b`)" in details and details.count("<!-- end -->") == 1
 
 
 def test_results_name_no_folder_of_the_machine():

@@ -1,7 +1,8 @@
 """Compares qie_nb with other trainers of Qwen-Image-Edit on one small model: steps, memory, precompute, conditioning, stale and damaged caches, resume.
 
 `make bench-peers PEERS=/path` (a folder with their checkouts) makes an environment for each, measures, writes results/peers.json and prints a table.
-`--table` prints the table of the last results, `--write` puts it into docs/peers.md. docs/peers.md says what is measured, and how to add a peer.
+`--table` prints the table of the last results, `--write` puts it into docs/peers.md.
+docs/measured/peers.md says what is measured, and how to add a peer.
 """
 import argparse, importlib, json, os, platform, re, shutil, subprocess, sys, sysconfig, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from statistics import median
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"/"peers.md"
+OUT, DOCS = HERE.parent/"results"/"peers.json", ROOT/"docs"
 PEERS = "qie_nb", "qwen_image_finetune", "diffsynth", "musubi", "ai_toolkit", "simpletuner"
 INTERFACE = "TITLE FOLDER URL COMMIT PRESENT MADE_FOR STATE DTYPES REQUIREMENTS patches cache train lora embedding latent".split()
 MARK = "peers: made by benchmarks/peers/compare.py from benchmarks/results/peers.json"
@@ -427,7 +428,7 @@ def rows_of(result):
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
         rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
         if any(got(result, "steps", d, n, "encoding") for n in names):
-            rows.append(["in it, encoding the control image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
+            rows.append(["in it, encoding the before image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])
@@ -441,7 +442,7 @@ def rows_of(result):
         return (f"{differs} on its caption; " if differs else "") + f"{r['tokens']} tokens, the pipeline {ours}"
     rows.append(["prompt embedding against the pipeline", *each(conditioned)])
     for v in ("2511", "2509"): rows.append([f"loss for {v} against the pipeline's transformer", *value("losses", v, "*", "difference", then=small)])
-    for w, name in (("caption", "caption"), ("control", "control image")):
+    for w, name in (("caption", "caption"), ("control", "before image")):
         rows.append([f"{name} changed after caching, then training", *value(f"stale_{w}", "*", "train", then=lambda t: t.split(":")[0])])
     rows.append(["two flipped bytes in a cached latent", *value("damaged", "*", "train", then=lambda t: t.split(":")[0])])
     rows.append(["10 steps, twice", *value("resumed", "*", "repeated", then=small)])
@@ -467,16 +468,17 @@ def details(result):
     return "\n".join(lines)
 
 
-def page(result=None):
-    "docs/peers.md with its tables made from the results."
-    text = DOCS.read_text()
-    if result is None and not OUT.is_file(): return text # not yet measured
+def pages(result=None) -> dict: # {path: text}
+    "docs/peers.md and docs/measured/peers.md with their tables made from the results."
+    if result is None and not OUT.is_file(): return {} # not yet measured
     result = result or json.loads(OUT.read_text())
-    for mark, new in ((MARK, table(result)), (f"versions: {MARK}", details(result))):
-        start = f"<!-- {mark} -->\n"
-        assert text.count(start) == 1, f"docs/peers.md needs the mark {mark!r} once"
-        text = re.sub(re.escape(start) + ".*?<!-- end -->", lambda m: f"{start}{new}\n<!-- end -->", text, flags=re.S)
-    return text
+    made = {}
+    for path, mark, new in ((DOCS/"peers.md", MARK, table(result)),
+                            (DOCS/"measured"/"peers.md", f"versions: {MARK}", details(result))):
+        start, text = f"<!-- {mark} -->\n", path.read_text()
+        assert text.count(start) == 1, f"{path.name} needs the mark {mark!r} once"
+        made[path] = re.sub(re.escape(start) + ".*?<!-- end -->", lambda m: f"{start}{new}\n<!-- end -->", text, flags=re.S)
+    return made
 
 
 def main(argv=None):
@@ -491,7 +493,8 @@ def main(argv=None):
     p.add_argument("--table", action="store_true")
     p.add_argument("--write", action="store_true", help="put the last results into docs/peers.md")
     args = p.parse_args(argv)
-    if args.write: DOCS.write_text(page())
+    if args.write:
+        for path, text in pages().items(): path.write_text(text)
     elif not args.table: measure(args)
     print(table(json.loads(OUT.read_text())))
 

@@ -1,5 +1,5 @@
 """What is refused: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
-Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page's table."""
+Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page."""
 import functools, json, re, shutil, sys, tempfile
 from pathlib import Path
 
@@ -62,8 +62,8 @@ RESUME = { # the checkpoint is of another run
     "seed": {"train.seed": 7},
     "image size": {"data.image_size": [64, 96]},
     "crop": {"data.crop": True},
-    "area of the controls": {"data.control_area": 48*48},
-    "area of the text encoder's images": {"data.vl_area": 96*96},
+    "controls' area": {"data.control_area": 48*48},
+    "text encoder's area": {"data.vl_area": 96*96},
     "batch size": {"data.batch_size": 2},
     "shuffling": {"data.shuffle": False},
     "caption dropout": {"data.caption_dropout_rate": 0.5},
@@ -134,8 +134,8 @@ def damaged(name, how):
 CHECKPOINTS = {
     "a bare LoRA file": resume_from(lora_as("my.safetensors")),
     "a folder with only a LoRA": resume_from(lambda here: Path(lora_as(LORA)(here)).parent),
-    "a folder that is missing": resume_from(lambda here: here/"out"/"checkpoints"/"epoch_0077"),
-    "an older name that is missing": resume_from("checkpoints/epoch_0077.pt"),
+    "missing folder": resume_from(lambda here: here/"out"/"checkpoints"/"epoch_0077"),
+    "missing, older name": resume_from("checkpoints/epoch_0077.pt"),
     "latest where nothing was saved": lambda c, here, patch: shutil.rmtree(here/"out"),
     "one of a newer format": damaged("state.json", newer),
     **{f"{name}, one bit flipped": damaged(name, flip) for name in NAMES},
@@ -166,29 +166,29 @@ def one_style(here):
 CONFIGS = {
     "a misspelt key": {"train.max_train_step": 3},
     "a key of another section": {"train.batch_size": 3},
-    "a size that is no multiple of 16": {"data.image_size": [500, 512]},
+    "image size 500": {"data.image_size": [500, 512]},
     "rank 0": {"model.lora.r": 0},
     "float16": {"train.mixed_precision": "float16"},
     "a rate of 0": {"optimizer.lr": 0},
     "an EMA that never moves": {"train.ema_decay": 1.},
     "an unknown optimizer": {"optimizer.name": "lion"},
-    "an unknown place for logs": {"logging.report_to": "tensorbored"},
-    "a tracker that is not installed": {"logging.report_to": "clearml"},
-    "a log folder that is a file": {"logging.report_to": "tensorboard", "logging.log_dir": a_file},
+    "unknown tracker": {"logging.report_to": "tensorbored"},
+    "tracker not installed": {"logging.report_to": "clearml"},
+    "log folder is a file": {"logging.report_to": "tensorboard", "logging.log_dir": a_file},
     "no data": {"data.dataset_path": None},
-    "data that is not there": {"data.dataset_path": "/no/such"},
-    "a model that is not there": {"model.pretrained_model_name_or_path": "/no/such"},
-    "images to try that are not there": {"train.test_image_dir": "/no/such"},
+    "missing data": {"data.dataset_path": "/no/such"},
+    "missing model": {"model.pretrained_model_name_or_path": "/no/such"},
+    "missing styles": {"train.test_image_dir": "/no/such"},
     "one style only": {"train.test_image_dir": one_style, "train.style_prompts": dict(ink="as an ink drawing")},
-    "held-out pairs that are not there": {"train.val_path": "/no/such"},
-    "a LoRA to start from that is not there": {"model.lora.pretrained_weight": "/no/such.safetensors"},
+    "missing held-out pairs": {"train.val_path": "/no/such"},
+    "missing LoRA": {"model.lora.pretrained_weight": "/no/such.safetensors"},
     "adamw8bit without bitsandbytes": without_packages({"optimizer.name": "adamw8bit"}),
     "prodigy without prodigyopt": without_packages({"optimizer.name": "prodigy", "optimizer.lr": 1.}),
     "prodigy at AdamW's rate": {"optimizer.name": "prodigy", "optimizer.lr": 1e-4},
     "nf4 without bitsandbytes": without_packages({"model.quantize": "nf4"}),
     "two processes announced, one here": lambda c, here, patch: patch.setenv("WORLD_SIZE", "2"),
-    "a GPU where there is none": all_of({"train.device": "cuda"}, lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
-    "an output folder that is a file": {"train.output_dir": a_file},
+    "missing GPU": all_of({"train.device": "cuda"}, lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
+    "output folder is a file": {"train.output_dir": a_file},
 }
 def files(*names, **settings):
     "A data set of images and captions; in a name, `,` separates files of one folder."
@@ -204,7 +204,7 @@ def files(*names, **settings):
 
 DATA = { # pairs that are not found
     "folders called A and B": files("A/1.jpg,2.jpg", "B/1.jpg,2.jpg"),
-    "a chosen folder that is missing": files("A/1.jpg", "B/1.jpg", target_dir="C", control_dir="A"),
+    "missing target_dir": files("A/1.jpg", "B/1.jpg", target_dir="C", control_dir="A"),
     "no control images": files("after/1.jpg,1.txt"),
     "a control is missing": files("after/1.jpg,2.jpg", "before/1.jpg", prompt="x"),
     "two data sets side by side": files("cats/after/1.jpg,1.txt", "cats/before/1.jpg", "dogs/after/1.jpg,1.txt", "dogs/before/1.jpg"),
@@ -259,9 +259,34 @@ def refusal(config) -> str:
     return str(e.value)
 
 
+ANY = "…" # what differs between messages that share a line
+BEGIN = "checkpoint step_00000002 belongs to a different run ("
+END = "). To start a new run, choose another `train.output_dir`; to continue that run, use its settings and pairs, or set `train.force_resume` (--force)"
+
+
+def short(difference:str) -> str:
+    "A difference between a checkpoint and a run: before and after an arrow."
+    return re.sub(r" in the checkpoint, (.*?) now(?=$|;| \()", r"→\1", difference)
+
+
+def long(difference:str) -> str:
+    "The opposite of `short`."
+    return "; ".join(re.sub(r"→(.*?)(?=$| \()", r" in the checkpoint, \1 now", part) for part in difference.split("; "))
+
+
 def documented() -> dict: # {(kind, what): message}
-    rows = re.findall(r"^\| (\w+) \| (.*?) \| (.*) \|$", PAGE.read_text(), re.M)
-    return {(kind, what): text.replace("\\|", "|") for kind, what, text in rows}
+    "The messages of the page. Inputs that have the same message share a line."
+    found, sections = {}, re.split(r"^## (\w+)$", PAGE.read_text(), flags=re.M)
+    for kind, section in zip(sections[1::2], sections[2::2]):
+        for inputs, message in re.findall(r"^- \*(.*?)\*:? (.*)$", section, re.M):
+            for what in inputs.split("; "):
+                found[kind, what] = f"{BEGIN}{long(message)}{END}" if kind == "resume" else message
+    return found
+
+
+def is_message(text:str, shown:str) -> bool:
+    "Is it what the page shows, apart from names that the page leaves out?"
+    return bool(re.fullmatch(re.escape(comparable(shown)).replace(re.escape(ANY), "[^'`]*"), comparable(text)))
 
 
 def comparable(text):
@@ -270,7 +295,7 @@ def comparable(text):
 
 
 def test_the_page_lists_exactly_these():
-    assert list(documented()) == [(kind, what) for kind in CASES for what in CASES[kind]]
+    assert sorted(documented()) == sorted((kind, what) for kind in CASES for what in CASES[kind])
 
 
 @pytest.mark.parametrize("kind, what", [(kind, what) for kind in CASES for what in CASES[kind]])
@@ -278,12 +303,14 @@ def test_refused_with_the_documented_message(kind, what, run, tmp_path, built, m
     c = run.refused(kind, what, tmp_path, monkeypatch)
     before = files_of(tmp_path)
     text = refusal(c).replace(str(tmp_path), "")
-    assert comparable(text) == comparable(documented()[kind, what])
+    assert is_message(text, documented()[kind, what])
     assert files_of(tmp_path) == before, "the disk was touched"
     assert not built, f"loaded {dict(built)} before it was refused"
 
 
-def difference(what): return documented()["resume", what].removeprefix("checkpoint step_00000002 belongs to a different run (").split("). To start")[0]
+def difference(what):
+    "What the message of another run names in brackets."
+    return documented()["resume", what].removeprefix(BEGIN).removesuffix(END)
 
 
 def test_all_differences_are_named_at_once(run, tmp_path, built):
@@ -365,20 +392,44 @@ def test_bad_data_and_models_are_refused_before_an_encoder_runs(case, sentence, 
     assert not built[VAE] and not built[TEXT] and not (tmp_path/"cache").exists()
 
 
-def write_table():
-    rows = ["| | input | message |", "|---|---|---|"]
+def without_names(text:str) -> str:
+    "A message with the setting that it begins with, and the first quoted value, left out."
+    return re.sub(r"'[^']*'", f"'{ANY}'", re.sub(r"^`[^`]*`", f"`{ANY}`", text), count=1)
+
+
+def lines_of(kind, messages) -> list: # messages: {what: message}
+    "A line for each message, with all inputs that it answers."
+    if kind == "resume":
+        found = {what: short(text.removeprefix(BEGIN).removesuffix(END)) for what, text in messages.items()}
+        head = [f"> {BEGIN}{ANY}{END}", "", "checkpoint→now:", ""]
+    else:
+        found, head = messages, []
+    same = {}
+    for what, text in found.items():
+        same.setdefault(text if kind == "resume" else without_names(text), []).append(what)
+    lines = []
+    for text, inputs in same.items():
+        shown = {found[what] for what in inputs}
+        lines.append(f"- *{'; '.join(inputs)}* {shown.pop() if len(shown) == 1 else text}")
+    return [f"## {kind}", "", *head, *lines, ""]
+
+
+def write_page():
+    lines = []
     with tempfile.TemporaryDirectory() as tmp:
         run = Run(Path(tmp)/"run")
         for kind, cases in CASES.items():
-            for what in cases:
-                here = Path(tmp)/f"{len(rows)}"
+            messages = {}
+            for number, what in enumerate(cases):
+                here = Path(tmp)/f"{kind}{number}"
                 here.mkdir()
                 with pytest.MonkeyPatch.context() as patch: text = refusal(run.refused(kind, what, here, patch)).replace(str(here), "")
-                rows.append(f"| {kind} | {what} | {text.replace('|', chr(92) + '|')} |")
-    PAGE.write_text(PAGE.read_text().partition(rows[0])[0] + "\n".join(rows) + "\n")
+                messages[what] = text
+            lines += lines_of(kind, messages)
+    PAGE.write_text(PAGE.read_text().partition("## resume\n")[0] + "\n".join(lines))
 
 
-if __name__ == "__main__": write_table()
+if __name__ == "__main__": write_page()
 
 
 def test_a_prompt_that_is_too_long_costs_no_work(tmp_path):

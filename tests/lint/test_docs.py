@@ -1,5 +1,5 @@
 """Settings, commands, messages and files that README and docs/ name exist."""
-import re, shlex, sys
+import importlib.util, json, re, shlex, sys
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +11,12 @@ from qie_nb.config import describe, make_config
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT/"tools"))
-import quotes
+import quotes, website
 
 PAGES = sorted(p.stem for p in (ROOT/"docs").glob("*.md"))
-WRITTEN = ["../README", *(p for p in PAGES if p != "refusals")] # refusals.md is generated
+MEASURED = sorted(f"measured/{p.stem}" for p in (ROOT/"docs"/"measured").glob("*.md"))
+WRITTEN = ["../README", *(p for p in PAGES if p != "refusals"), *MEASURED] # refusals.md is generated
+GENERATED = ("options", "claims", "peers", "refusals") # these and tables may be longer
 SECTIONS = "model|data|train|cache|predict|optimizer|lr_scheduler|logging"
 read = lambda page: (ROOT/"docs"/f"{page}.md").read_text()
 each_page = pytest.mark.parametrize("page", WRITTEN)
@@ -55,22 +57,72 @@ def test_commands_exist(page):
 @pytest.mark.parametrize("page", quotes.PAGES)
 def test_messages_are_quoted_exactly(page):
     found = quotes.quoted(read(page))
-    assert len(found) >= (12 if page == "kaggle" else 3)
+    assert len(found) >= (8 if page == "kaggle" else 3)
     assert not [m for m in found if not quotes.in_code(m)]
 
 
-@each_page
-def test_links_exist(page):
-    for target in re.findall(r"\]\(([^)]+)\)", read(page)):
-        if target.startswith("https://"): continue
+# --- links
+REPOSITORY = "https://github.com/qie-nb/qie_nb/blob/main/" # a link to a file of this repository
+
+
+def anchors(path:Path) -> set:
+    "The sections of a page, as GitHub names them."
+    return {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-")
+            for h in re.findall(r"^#+ (.*)", path.read_text(), re.M)}
+
+
+def dead_links(text:str, here:Path) -> list:
+    "Targets of links and images in Markdown at `here` that do not exist."
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         file, _, section = target.partition("#")
-        here = (ROOT/"docs"/f"{page}.md").resolve()
-        path = here.parent/file if file else here
-        assert path.is_file(), target
-        if section: assert section in {re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)", path.read_text(), re.M)}, target
+        if file.startswith(REPOSITORY):
+            path = ROOT/file.removeprefix(REPOSITORY)
+        elif "://" in file or file.startswith("mailto:"):
+            continue
+        else:
+            path = (here.parent/file).resolve() if file else here
+        if not path.exists() or section and path.suffix == ".md" and section not in anchors(path):
+            dead.append(target)
+    return dead
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*WRITTEN, "refusals", "../CONTRIBUTING"])
+def test_links_exist(page):
+    path = (ROOT/"docs"/f"{page}.md").resolve()
+    assert not dead_links(path.read_text(), path)
+
+
+def test_links_in_notebooks_exist():
+    dead = {}
+    for path in [*(ROOT/"nbs").rglob("*.ipynb"), *(ROOT/"kaggle").rglob("*.ipynb")]:
+        if ".ipynb_checkpoints" in path.parts:
+            continue
+        for cell in json.loads(path.read_text())["cells"]:
+            found = dead_links("".join(cell["source"]), path) if cell["cell_type"] == "markdown" else []
+            if found:
+                dead[str(path.relative_to(ROOT))] = found
+    assert not dead
+
+
+def test_dead_links_are_found(tmp_path):
+    page = tmp_path/"a.md"
+    page.write_text("# A title\n")
+    text = f"[a](a.md) [b](b.md) [c](#a-title) [d](a.md#b) [e](https://x.y/z) [f]({REPOSITORY}README.md) [g]({REPOSITORY}no.md)"
+    assert dead_links(text, page) == ["b.md", "a.md#b", f"{REPOSITORY}no.md"]
+
+
+def test_pages_name_pages_that_exist_in_code():
+    "Comments and messages name pages by their path."
+    named = {}
+    for folder, glob in (("qie_nb", "*.py"), ("tools", "*.py"), ("benchmarks", "*.py"), ("tests", "*.py"), ("kaggle", "*.py")):
+        for path in (ROOT/folder).rglob(glob):
+            for page in re.findall(r"\bdocs/([\w/]+\.md)", path.read_text()):
+                named.setdefault(page, path.name)
+    assert named and not {page: name for page, name in named.items() if not (ROOT/"docs"/page).is_file()}
+
+
+@pytest.mark.parametrize("page", PAGES + MEASURED)
 def test_pages_open_with_what_they_answer(page):
     title, gap, first, *_ = read(page).splitlines()
     assert title.startswith("# ") and not gap and re.match(r"[A-Z][^#|`!*-].{40,}[.:?!]", first), "one sentence below the title: what does this page answer?"
@@ -78,6 +130,75 @@ def test_pages_open_with_what_they_answer(page):
 
 def test_readme_links_every_page():
     assert not set(PAGES) - {*re.findall(r"\]\(docs/(\w+)\.md", read("../README"))}
+
+
+def test_each_page_of_measurements_is_linked_from_a_page():
+    linked = {name for page in PAGES for name in re.findall(r"\]\((measured/\w+)\.md", read(page))}
+    assert not set(MEASURED) - linked
+
+
+# --- the script for rented machines
+def test_the_job_of_the_page_is_one_that_the_script_takes():
+    spec = importlib.util.spec_from_file_location("job", ROOT/"kaggle"/"job.py")
+    job = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(job)
+    commands = re.findall(r"^.*job\.py (--.*)$", read("jobs"), re.M)
+    assert len(commands) == 2
+    for command in commands:
+        a = job.parser().parse_args(shlex.split(command))
+        c = make_config(job.settings(a.preset, Path(a.pairs), Path(a.work), a.prompt, a.steps))
+        assert c.train.max_train_steps == a.steps and c.data.prompt == a.prompt
+    tomllib = pytest.importorskip("tomllib")
+    header = re.search(r"^# /// script$(.*?)^# ///$", (ROOT/"kaggle"/"job.py").read_text(), re.M | re.S)[1]
+    assert tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))["dependencies"] == [
+        "qie_nb[nf4] @ git+https://github.com/qie-nb/qie_nb"]
+
+
+# --- the site
+def test_the_site_has_every_page_and_notebook():
+    shown = json.dumps(website.navigation())
+    assert not [str(p) for p in website.sources() if p.suffix in (".md", ".ipynb") and str(p) not in shown]
+
+
+def test_links_of_the_site():
+    shown = {Path("README.md"), Path("docs/speed.md"), Path("nbs/index.ipynb")}
+    def of(link, here): return website.target_of(link, Path(here), shown)
+    assert of("../docs/speed.md#rates", "nbs/index.ipynb") == "../docs/speed.html#rates"
+    assert of("docs/speed.md", "README.md") == "docs/speed.md" and of("#a", "README.md") == "#a"
+    assert of("LICENSE", "README.md") == f"{website.REPOSITORY}/blob/main/LICENSE"
+    assert of("https://x.y/z.md", "nbs/index.ipynb") == "https://x.y/z.md" and of("no.md", "README.md") == "no.md"
+
+
+def test_dead_links_of_the_site_are_found(tmp_path):
+    (tmp_path/"b").mkdir()
+    (tmp_path/"b"/"index.html").write_text('<h1 id="there">B</h1>')
+    (tmp_path/"a.html").write_text('<a href="b/#there"></a><a href="b/index.html#gone"></a><img src="no.png">'
+                                   '<a class="md-nav__link" href="#theirs"></a><a href="https://x.y"></a>')
+    assert website.dead_links(tmp_path) == ["a.html: b/index.html#gone", "a.html: no.png"]
+
+
+# --- words
+def words(text:str, generated:bool=True) -> int:
+    "As `wc -w` counts; without `generated`, what scripts write between their marks does not count."
+    if not generated:
+        text = re.sub(r"<!-- [^>]*: made by .*?<!-- end -->", "", text, flags=re.S)
+    return len(text.split())
+
+
+def test_words_are_counted():
+    text = "one two\n<!-- a: made by b.py -->\n| three | four |\n<!-- end -->\nfive"
+    assert words("one two | three") == 4 and words(text, generated=False) == 3 and words(text) > 10
+
+
+def test_pages_are_short():
+    "What no reader needs goes; how we know it is in docs/measured/."
+    assert words(read("../README")) <= 1000
+    assert words(read("refusals")) <= 1200
+    written = {page: words(read(page), generated=False) for page in PAGES if page not in GENERATED}
+    long = {page: n for page, n in written.items() if n > 900}
+    assert not long, f"more than 900 words, tables of scripts not counted: {long}"
+    assert sum(words(read(page)) for page in PAGES) <= 14_000, "docs/*.md together"
+    assert sum(words(read(page)) for page in MEASURED) <= 10_000, "docs/measured/*.md together"
 
 
 @each_page
@@ -88,18 +209,26 @@ def test_table_rows_have_equal_length(page):
 
 
 # --- claims
-def claims() -> list: # (claim, [page], what supports it)
-    rows = [[c.strip() for c in r.strip("|").split("|")] for r in read("claims").splitlines() if r.startswith("| ") and "---" not in r][1:]
-    return [(claim, re.findall(r"\[(\w+)\]", pages), support) for claim, pages, support in rows]
+def claims() -> list: # (claim, page, what supports it)
+    found, page = [], ""
+    for line in read("claims").splitlines():
+        heading, row = re.match(r"## \[([\w/]+)\]", line), re.match(r"- \*(.*)\* (.*)$", line)
+        if heading:
+            page = heading[1]
+        if row:
+            found.append((row[1], page, row[2]))
+    return found
 
 
-def page_text(name): return " ".join((ROOT/"README.md" if name == "README" else ROOT/"docs"/f"{name}.md").read_text().replace("\n> ", " ").replace("**", "").split())
+def page_text(name) -> str:
+    text = (ROOT/"README.md" if name == "README" else ROOT/"docs"/f"{name}.md").read_text()
+    return " ".join(text.replace("\n> ", " ").replace("**", "").split())
 
 
 def test_each_claim_is_in_its_page_and_has_its_support():
     found, named = claims(), 0
-    for claim, pages, support in found:
-        for page in pages: assert claim.replace("**", "") in page_text(page), (claim, page)
+    for claim, page, support in found:
+        assert claim in page_text(page), (claim, page)
         for path in re.findall(r"`((?:tests|benchmarks)/[^`]+)`", support):
             file, _, test = path.partition("::")
             assert (ROOT/file).is_file() and (not test or f"def {test}(" in (ROOT/file).read_text()), path
@@ -111,7 +240,7 @@ def test_each_claim_is_in_its_page_and_has_its_support():
 def test_each_bold_sentence_is_a_claim_or_a_heading():
     "Bold words of up to five words, or at the beginning of a paragraph, are names and headings."
     known = " ".join(c for c, *_ in claims())
-    for page in ("README", *(p.stem for p in (ROOT/"docs").glob("*.md") if p.stem not in ("claims", "security", "options", "refusals"))):
+    for page in ("README", *(p for p in [*PAGES, *MEASURED] if p not in ("claims", "security", "options", "refusals", "glossary"))):
         text = (ROOT/"README.md" if page == "README" else ROOT/"docs"/f"{page}.md").read_text()
         for m in re.finditer(r"\*\*([^*]+)\*\*", text):
             words, before = " ".join(m[1].split()).strip("."), text[:m.start()].rpartition("\n")[2]
