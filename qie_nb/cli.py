@@ -14,7 +14,7 @@ from pathlib import Path
 from .core.files import check_result_file, is_path, path_from, typed_path
 from .core.settings import Parser, either
 from .core.display import size_text, status_text
-from .core.presets import VARIANT_NAMES, check_model_name, parse_gpu_name
+from .core.presets import VARIANT_NAMES, check_model_name
 
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
@@ -236,14 +236,12 @@ def _pack(m, a):
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a):
-    from qie_nb.config import make_config, sides_of
+    from qie_nb.config import check_plan_arguments
     _check_least(a, controls=1, pairs=1)
-    if a.gpu: parse_gpu_name(a.gpu)
-    if a.resolution: sides_of(a.resolution)
-    if a.quantize: make_config(dict(model=dict(quantize=a.quantize)))
-    if a.model: check_model_name(a.model, "`--model`", ("tiny", *VARIANT_NAMES))
+    check_plan_arguments(a.model, a.gpu, a.resolution, a.quantize)
     config = _config(a)
-    if config: check_model_name(config.model.pretrained_model_name_or_path)
+    if config:
+        check_model_name(config.model.pretrained_model_name_or_path)
     from qie_nb.planning.cards import card_table, plan
     if a.table: return print(card_table())
     print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls, pairs=a.pairs))

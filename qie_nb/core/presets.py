@@ -326,10 +326,12 @@ def _give_way(
     "A preset's warm-up gives way to the user's schedule, and is at most a quarter of the user's steps."
     def of(part:dict, section:str) -> dict:
         return part[section] if isinstance(part.get(section), dict) else {}
-    schedule, train = of(config, "lr_scheduler"), of(config, "train")
-    steps, samples, batch = (part.get(name) for part, name in (
-        (train, "max_train_steps"), (train, "max_train_samples"), (of(config, "data"), "batch_size")))
+    schedule = of(config, "lr_scheduler")
+    train = of(config, "train")
+    steps = train.get("max_train_steps")
+    samples = train.get("max_train_samples")
     if type(samples) is int:
+        batch = of(config, "data").get("batch_size")
         steps = samples // (batch if type(batch) is int and batch > 0 else 1)
     if "warmup_steps" in of(written, "lr_scheduler") or not schedule.get("warmup_steps"):
         return config

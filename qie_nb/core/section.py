@@ -124,9 +124,10 @@ def unknown_key_text(
     gone = removed_meant(key)
     if gone: return removed_text(gone)
     nearest = nearest_key(key)
-    theirs, ours = (name.rpartition(".")[2] for name in (key, nearest))
+    theirs = key.rpartition(".")[2]
+    ours = nearest.rpartition(".")[2]
     shared = set(theirs.split("_")) & set(ours.split("_")) or theirs in other_names()
-    if not shared and difflib.SequenceMatcher(None, theirs, ours).ratio() < NEAR:
+    if "." not in key and not shared and difflib.SequenceMatcher(None, theirs, ours).ratio() < NEAR:
         return f"`{key}` is not a known key; the sections are {', '.join(Section.everything.model_fields)}"
     return f"`{key}` is not a known key; did you mean `{nearest}`?"
 

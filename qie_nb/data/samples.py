@@ -414,7 +414,9 @@ def split_held_out(
     asked = isinstance(fraction, float) # else only images that are there as controls
     groups = {d for s, d in zip(samples, first) if s.controls or asked}
     groups = sorted(groups, key=lambda d: stable_seed(seed, d, "held out"))
-    wanted = round(len(groups) * fraction) if asked else 1 if fraction == ONE_IMAGE else fraction
+    wanted = 1 if fraction == ONE_IMAGE else fraction
+    if asked:
+        wanted = round(len(groups) * fraction)
     n = min(len(groups) - 1, max(1, wanted))
     if n < 1:
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "

@@ -66,7 +66,7 @@ class HubClient:
     def __init__(self):
         self.terms_of = {} # {name: `access_terms`}
 
-    def terms(self, name) -> str: # "" if the hub was not asked
+    def terms(self, name:str) -> str: # "" if the hub was not asked
         return self.terms_of.get(name, "")
 
     @property

@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from ..config import Config, make_config, sides_of
 from ..core.choice import Choice, Plan, RunLength
 from ..core.display import note, table_html, text_table
-from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, first_run, known_gpu_name
+from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, known_gpu_name
 from ..data.samples import ONE_IMAGE, config_samples
 from ..devices.strategies.ways import used_by
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
@@ -161,7 +161,7 @@ class RunSummary(NamedTuple):
 
     def __str__(self) -> str:
         "500 steps (500 samples, batch 1, 1 GPU), about 15 min on an RTX 4090; 5 of 30 pairs held out"
-        where = f"{self.gpus} GPU" + ("s" if self.gpus > 1 else "") if self.gpus else "no GPU"
+        where = {0: "no GPU", 1: "1 GPU"}.get(self.gpus, f"{self.gpus} GPUs")
         several = f", {self.accumulated} batches a step" if self.accumulated > 1 else ""
         text = f"{self.steps} steps ({self.samples} samples, batch {self.batch}{several}, {where})"
         if self.seconds:
@@ -209,9 +209,9 @@ def summary_of_run(
     held_out:int=0, # of them
 ) -> RunSummary:
     "How long a run is that was planned from these facts."
-    machine, model = facts.machine, facts.model or named_model(facts.config)
-    gpu = machine.gpu(plan.device.value)
-    n = machine.world or plan.processes.value
+    model = facts.model or named_model(facts.config)
+    gpu = facts.machine.gpu(plan.device.value)
+    n = facts.machine.world or plan.processes.value
     q = replace(step_query(facts.config, model, plan), processes=n)
     return run_summary(q, facts.config, length, pairs, held_out, gpu.name if gpu else "", batches)
 
@@ -267,9 +267,9 @@ class GpuPlan:
     @property
     def summary(self) -> RunSummary:
         "The run by the chosen strategy, as the first line of `fit` says it."
-        share, name = self.run.held_out.value, self.gpu.name if self.gpu else ""
-        return run_summary(self.shown.query, self.config, self.run.length.value, self.pairs,
-                           held_out_pairs(share, self.pairs), name)
+        held = held_out_pairs(self.run.held_out.value, self.pairs)
+        name = self.gpu.name if self.gpu else ""
+        return run_summary(self.shown.query, self.config, self.run.length.value, self.pairs, held, name)
 
     def data(self) -> dict: # plain
         g = self.gpu
@@ -331,7 +331,7 @@ def __repr__(self:GpuPlan):
 @patch
 def _repr_html_(self:GpuPlan):
     head = note(self._head(), good=bool(self.chosen)) + note(f"the run: {self.summary}") if self.gpu else ""
-    if self.download: head += note(self.download)
+    head += note(self.download) if self.download else ""
     if self.changes: head += f"<pre>{escape(self._settings())}</pre>"
     fold = "<details><summary>{}</summary>{}</details>"
     tables = [fold.format(escape(title), table_html(*t)) for title, t in self._tables().items()]
@@ -461,13 +461,12 @@ def card_table(
     pairs:int=50,
 ) -> str: # Markdown
     "What some GPUs take for a run: weights, memory and training time at 512 and at 1024 pixels."
-    samples = first_run(pairs).samples
     lines = [("GPU", "512 x 512", f"{pairs} pairs", "1024 x 1024", f"{pairs} pairs"), ("---",) * 5]
     for gpu, name in cards.items():
         cells = [name]
         for side in (512, 1024):
-            data, train = dict(control_area=side * side), dict(max_train_samples=samples)
-            p = plan(MODEL, gpu, side, dict(data=data, train=train))
+            data = dict(control_area=side * side)
+            p = plan(MODEL, gpu, side, dict(data=data), pairs=pairs)
             q = p.shown.query
             weights = re.sub(r" \(.*?\)", "", strategy_name(p.shown.query).split(",")[0])
             weights += ", both GPUs at once" * (q.processes > 1)

@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from ..config import TrainSection
 from ..core.choice import (
     ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, RunLength, TimeLimit)
 from ..core.presets import (
@@ -349,7 +350,7 @@ def choose_held_out(
 SAVE_EPOCHS = 5 # between checkpoints, if the length is in steps or epochs
 
 def choose_length(
-    train, # `TrainSection`
+    train:TrainSection,
     pairs:PairFacts=None, # None: not counted yet
 ) -> Choice: # `RunLength`; None: the pairs decide
     "How long a run is."
@@ -364,11 +365,12 @@ def choose_length(
     return Choice(RunLength(first_run(pairs.pairs).samples), why, setting)
 
 def choose_save_interval(
-    train, # `TrainSection`
+    train:TrainSection,
     length:Choice=None, # of `choose_length`
 ) -> Choice: # `EvalInterval`
     "How often a run is saved."
-    setting, steps = "train.save_interval", train.save_steps
+    setting = "train.save_interval"
+    steps = train.save_steps
     if train.save_interval != AUTO:
         return Choice(EvalInterval(train.save_interval, steps), f"`{setting}` says so", setting, True)
     if length is not None and not length.value.samples:

@@ -302,7 +302,8 @@ def download_words(
     missing = sum(item.bytes for item in download_items(config, q, e.env))
     if missing < 1e9:
         return ""
-    name, folder = config.model.pretrained_model_name_or_path, hub_downloads(e.env)
+    name = config.model.pretrained_model_name_or_path
+    folder = hub_downloads(e.env)
     terms = f"; no token needed, {LICENCE}" if name in PUBLISHED_MODELS.values() else ""
     return (f"the first run downloads {_gb(missing)} of {name} to {folder}, "
             f"{_gb(e.free_space(folder, free_bytes))} free{terms}")

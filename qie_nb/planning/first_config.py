@@ -105,10 +105,12 @@ def file_text(
     if gpus and not preset:
         why += " is too small for a preset, so this is a trial; `qie-nb plan` says what fits"
     if preset: # with several GPUs, one process on each: a step has a sample of each
-        run, mark = first_run(pairs, count), ""
+        run = first_run(pairs, count)
+        mark = ""
         steps = f"{run.steps} steps" + (f" on {count} GPUs" if count > 1 else "") + "; without this line the number of pairs decides"
     else:
-        run, mark = first_run(pairs, batch=TINY["data.batch_size"], preset="tiny"), "# "
+        run = first_run(pairs, batch=TINY["data.batch_size"], preset="tiny")
+        mark = "# "
         steps = f"{run.steps} steps of {TINY['data.batch_size']}"
     held = "none of the pairs is held out" if pairs else "a tenth of the pairs, at least 5 of 20"
     if run.held_out:

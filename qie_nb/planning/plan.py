@@ -404,16 +404,6 @@ class Planner:
         choice = self.plan.length or choose_length(self.config.train, PairFacts(samples))
         return choice.value
 
-    def summary(self,
-        batches:int, # of an epoch, of all processes
-        pairs:int=0, # of the data set; 0: not known
-        held_out:int=0, # of them
-    ) -> "RunSummary":
-        "How long the run is, and what it holds out; as text it is the first line of `fit`."
-        from qie_nb.planning.cards import summary_of_run
-        length = self.length(batches * self.config.data.batch_size)
-        return summary_of_run(self.plan, self.facts, length, batches, pairs, held_out)
-
     def see_decoder(self,
         device:object, # torch.device or name, where the VAE would decode
         pixels:int, # of the largest image

@@ -103,7 +103,7 @@ def job_config(trainer, **train) -> dict:
     return c.model_dump(mode="json")
 
 def check_run(
-    trainer,
+    trainer:"QwenImageEditTrainer",
     again:bool, # does it continue a run of this trainer?
     announce:Callable, # prints what the run will be, from the batches of an epoch
 ):

@@ -159,7 +159,7 @@ def test_on_kaggle_downloads_are_deleted_although_all_of_them_fit(hub, on_kaggle
 
 @pytest.mark.parametrize("quantization, sentence", [
     (None, r"someone/model: transformer is \d+\.\d MB in 13 files, the largest is model-000\d\d-of-.* has 0\.0 MB free; set `model.quantize` "),
-    ("nf4", "; free some space, or use fewer bits, or attach")])
+    ("nf4", "; free some space, or use fewer bits, or give the folder of a copy")])
 def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, sentence, hub):
     model = EditModel(NAME, quantize=dict(transformer=quantization))
     hub.size = hub.used() + 20_000

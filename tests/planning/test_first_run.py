@@ -10,7 +10,7 @@ from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core.presets import first_run, with_preset
 from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
-from qie_nb.planning.cards import duration, plan
+from qie_nb.planning.cards import duration, plan, summary_of_run
 from qie_nb.planning.first_config import init
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.run_data import keep_older_length
@@ -33,7 +33,8 @@ def summary(config, machine, monkeypatch):
     planner.see_pairs(samples)
     training, held = split_held_out(samples, planner.plan.held_out.value, config.train.seed)
     batches = math.ceil(len(training) / config.data.batch_size)
-    return planner.summary(batches, len(samples), len(held))
+    length = planner.length(batches * config.data.batch_size)
+    return summary_of_run(planner.plan, planner.facts, length, batches, len(samples), len(held))
 
 
 def readme_config(preset, pairs) -> dict:
