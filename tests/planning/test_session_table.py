@@ -50,7 +50,7 @@ def test_a_copy_that_is_too_large_is_named():
 
 def test_one_figure_for_one_question_in_all_pages():
     "Hours of a session, and gigabytes of the model and of the text encoder in memory."
-    from qie_nb.planning.cards import PUBLISHED, text_encoder_bytes
+    from qie_nb.planning.parts import PUBLISHED, text_encoder_bytes
     docs = Path(session_table.__file__).parents[1]/"docs"
     pages = {p.stem: p.read_text() for p in [*docs.glob("*.md"), docs.parent/"README.md"]}
     hours = {where: round(sum(session_table.case(where, 512, "float16")[2].values()) / 3600) for where in ("kaggle", "colab")}
