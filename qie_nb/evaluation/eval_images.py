@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 
 from ..config import Config
-from ..core.files import write_atomic
+from ..core.files import file_name, write_atomic
 from ..core.display import Progress
 from ..data.alignment import measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
@@ -285,9 +285,6 @@ class EvalCase:
     pair: object = None # `Alignment` of target and control, or None
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787201
-def file_name(text:str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
-
 def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
     images = images or [Image.new("RGB", (height, height), "white")] # text-to-image
     size = lambda p: (max(1, round(p.width * height / p.height)), height)
