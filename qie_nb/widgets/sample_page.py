@@ -6,7 +6,7 @@
 __all__ = ['pair_grid', 'check_vae', 'decoded', 'PairGrid']
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #30e933d7
-import json, os
+import base64, json, os
 from html import escape
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from PIL.Image import Resampling
 
 from ..core.cache_entries import PREFIX, unpack_entry
 from ..core.cache_layers import verify_entry
-from ..core.display import Display, badge, image_html, note
+from ..core.display import Display, badge, image_bytes, image_html, note
 from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.images import crop_to, open_image
@@ -318,14 +318,43 @@ class PairGrid(Display):
 pair_grid = PairGrid
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #b4302888
+_SIDES = ('<div style="display:flex;align-items:center;gap:2%">{}<span style="font-size:32px;flex:none">→</span>{}</div>')
+_SIDE = '<div style="flex:0 1 auto;max-width:45%">{}</div>'
+
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     "Pairs as before -> after, with their instructions."
     if not len(dataset): return note("there are no samples")
-    arrow = "<span style='font-size:40px;display:inline-block;line-height:260px;vertical-align:top'> → </span>"
     out = _ZOOM
     for p in pairs_to_show(dataset.samples, n):
-        before = "".join(_figure(_opened(c, None), "before (control)", 260) for c in p["before"])
-        before = before or "no control image"
-        after = _figure(_opened(p["after"], None), "after (target)", 260)
-        out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div><div>{before}{arrow}{after}</div>"
+        before = "".join(_figure(_opened(c, None), "before", 260) for c in p["before"])
+        after = _figure(_opened(p["after"], None), "after", 260)
+        sides = _SIDES.format(_SIDE.format(before or "no image before"), _SIDE.format(after))
+        out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div>{sides}"
     return out
+
+# %% ../../nbs/widgets/00_sample_page.ipynb #d1ea21aa
+AT_A_GLANCE = 30 # pairs on a page
+_GLANCE = '<div style="display:grid;grid-template-columns:repeat(auto-fill, minmax(150px, 1fr));gap:8px;font-size:12px">'
+_THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;background-color:#80808020" '
+          'src="data:image/jpeg;base64,{}">')
+
+def _thumbnail(source) -> str:
+    image = _opened(source, None)
+    if isinstance(image, str): return note("cannot be read")
+    return _THUMB.format(base64.b64encode(image_bytes(image, 150)).decode())
+
+def thumbnails_html(
+    dataset:ImageDataset,
+    positions:list, # of the samples to show
+    excluded:list=(), # ids
+) -> str:
+    "Pairs as small images, the first one before, left, and after."
+    out = _GLANCE
+    for i in positions:
+        s = dataset.samples[i]
+        before = _thumbnail(s.controls[0]) if s.controls else ""
+        faint = "opacity:.3" if s.id in excluded else ""
+        name = f"{s.id} (excluded)" if s.id in excluded else s.id
+        out += (f'<div style="overflow-wrap:anywhere;{faint}" title="{escape(s.prompt)}">{before}'
+                f"{_thumbnail(s.target)}<br>{i + 1}: {escape(name)}</div>")
+    return f"{out}</div>"
