@@ -280,7 +280,22 @@ def growth():
     return markdown(head, rows) + f"\n\n{held['device']}, load average {held['load_average']:.0f}, Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}. Opened in a new process that knows the files (median of {last['warm_open']['open_s']['runs']} to 3 runs); -: not measured."
 
 
-PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
+LINES = 20 # of recorded runs
+
+
+def evaluation_lines():
+    "What the last evaluation of recorded runs prints, one run of each setting and one more of the first."
+    from advice_trials import line_of, recorded
+    runs = json.loads((HERE/"results"/"advice.json").read_text())["runs"]
+    first = {run["setting"]: run for run in reversed(runs)}
+    chosen = [*first.values(), *(run for run in runs if run is not first[run["setting"]])][:LINES]
+    chosen.sort(key=runs.index)
+    rows = [[run["setting"], run["cause"] or "nothing", f"`{line_of(recorded(run['measures']))}`"] for run in chosen]
+    return markdown(["setting", "what is wrong", "line"], rows)
+
+
+PARTS = {("measured/evaluation_lines", "lines: made by benchmarks/session_table.py from benchmarks/results/advice.json"): evaluation_lines,
+         ("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: tables("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: tables("colab"),
          ("speed", "anchors: made by benchmarks/session_table.py from benchmarks/anchors.py"): anchor_table,
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,

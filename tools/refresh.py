@@ -23,7 +23,7 @@ PAGES = [
      ("table of peers", ["python", "benchmarks/peers/compare.py", "--write"]),
      ("quoted messages", ["python", "tools/quotes.py"]),
      ("style ceilings", ["python", "tests/test_style.py", "--lower"])]]
-DERIVED = ["qie_nb/**/*.py", "nbs/**/*.ipynb", "kaggle/**/*.ipynb", "docs/*.md", "README.md",
+DERIVED = ["qie_nb/**/*.py", "nbs/**/*.ipynb", "kaggle/**/*.ipynb", "docs/**/*.md", "README.md",
            "tests/style_ceilings.json"]
 NOT_COPIED = (".git", ".venv*", ".peers", "__pycache__", "*.egg-info", "demo_out", "rehearsal", "build", "dist")
 

@@ -452,8 +452,10 @@ def image_words(
         return ""
     if m.image_before is None:
         return f"images {digits_text(m.image, 2)} grey levels"
-    worse = "worse, " if m.image > m.image_before else ""
-    text = f"images {worse}{two_numbers(m.image_before, m.image)} grey levels"
+    further = m.image - m.image_before
+    text = f"images {'worse, ' if further > 0 else ''}{two_numbers(m.image_before, m.image)} grey levels"
+    if abs(further) < 0.5: # less is nothing to see
+        text = f"images {digits_text(m.image)} grey levels as before"
     how = progress_of_images(m)
     if how == "behind a blank sheet":
         return f"{text} (a blank sheet: {digits_text(m.blank, 2)})"
