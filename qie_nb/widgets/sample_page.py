@@ -318,17 +318,21 @@ class PairGrid(Display):
 pair_grid = PairGrid
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #b4302888
-_SIDES = ('<div style="display:flex;align-items:center;gap:2%">{}<span style="font-size:32px;flex:none">→</span>{}</div>')
-_SIDE = '<div style="flex:0 1 auto;max-width:45%">{}</div>'
+_SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto minmax(0, 45fr);align-items:center;'
+          'gap:0 8px;max-width:860px">{}<span style="font-size:32px">→</span>{}</div>')
+
+def _wide_figure(source, title:str) -> str:
+    "A figure as wide as its column."
+    figure = _figure(_opened(source, None), title, 260)
+    return figure.replace("height:260px", "width:100%").replace("display:inline-block;margin:4px", "margin:4px 0")
 
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     "Pairs as before -> after, with their instructions."
     if not len(dataset): return note("there are no samples")
     out = _ZOOM
     for p in pairs_to_show(dataset.samples, n):
-        before = "".join(_figure(_opened(c, None), "before", 260) for c in p["before"])
-        after = _figure(_opened(p["after"], None), "after", 260)
-        sides = _SIDES.format(_SIDE.format(before or "no image before"), _SIDE.format(after))
+        before = "".join(_wide_figure(source, "before") for source in p["before"]) or "no image before"
+        sides = _SIDES.format(f"<div>{before}</div>", _wide_figure(p["after"], "after"))
         out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div>{sides}"
     return out
 

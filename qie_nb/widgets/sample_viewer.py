@@ -271,7 +271,7 @@ def exclude(self:SampleViewer):
         ids.remove(name)
     else:
         ids.append(name)
-    self.message = f"the next run leaves out {len(ids)} pairs: `data.exclude: {ids}`" if ids else "no pair is excluded"
+    self.message = f"the next run leaves out {len(ids)} of the pairs: data.exclude: {ids}" if ids else "no pair is excluded"
 
 def folder_of(files:list, root:Path) -> str: # relative to `root`
     "The folder that holds all files. Raises ValueError if there is none."
@@ -295,8 +295,8 @@ def swap_all(self:SampleViewer):
     self.dataset.samples, self.dataset.sizes = swapped.samples, swapped.sizes
     self.dataset.refresh(self.dataset.identity)
     self.sets, self.near, self.shared, self.filter, self.place = {}, None, {}, "all", 0
-    self.message = (f"swapped all pairs: `data.target_dir: {sides['target_dir']}`, "
-                    f"`data.control_dir: {sides['control_dir']}`")
+    self.message = (f"swapped all pairs: data.target_dir: {sides['target_dir']}, "
+                    f"data.control_dir: {sides['control_dir']}")
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001f
 @patch

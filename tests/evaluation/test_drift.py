@@ -189,7 +189,7 @@ def test_a_comparison_shows_shift_and_scale(scene):
     (first, second), = seen.data()["drift"]
     assert first["drift_shift_px"] == pytest.approx(3, abs=0.5) and second["outside_psnr"] > 58
     notes = [note for _, note in seen.shown_rows()[1][0]]
-    assert notes[1].endswith(notable_text, place_text(first, COLUMNS[:2])) and notes[1].count("shift ") == 1 and seen.html().count("shift ") == 2
+    assert notes[1].endswith(place_text(first)) and notes[1].count("shift ") == 1 and seen.html().count("shift ") == 1, "the other one is where it belongs"
     assert [t.get_text() for a in seen.figure().axes for t in a.texts].count(notes[1].replace(", ", "\n", 1)) == 1
     without = comparison.Comparison(columns, edits, [[target, target]])
     assert "outside_psnr" not in without.drift[0][0] and "drift_shift_px" in without.drift[0][0]
