@@ -322,7 +322,7 @@ def logging_callbacks(logging:LoggingSection) -> list: # of `Callback`
     return [CSVCallback(), *logs, progress_callback(logging)]
 
 # %% ../nbs/03_logging.ipynb #f17ce222
-def peak_memory(t) -> str: # "" if it is not known
+def peak_memory(t:"QwenImageEditTrainer") -> str: # "" if it is not known
     "The peak on the GPU beside the plan's figure for a step; without a GPU that of this process."
     gauges = memory_gauges(t.device)
     if "peak_MB" not in gauges:
@@ -335,7 +335,7 @@ def peak_memory(t) -> str: # "" if it is not known
         planned = f", a step by the plan {step_memory(t.plan, t.planner.facts).total / 1e9:.1f} GB"
     return f"{gauges['peak_MB'] / 1e3:.1f} GB on {t.device}{planned}"
 
-def best_text(t) -> str: # "" if nothing was held out
+def best_text(t:"QwenImageEditTrainer") -> str: # "" if nothing was held out
     "Which checkpoint is best, and why."
     s = t.state
     if not s.best: return ""
@@ -345,10 +345,11 @@ def best_text(t) -> str: # "" if nothing was held out
     than = "" if first is None else f"; before the first step {digits_text(first, 3)}"
     return f"{s.best[1]}: the lowest held-out loss, {loss}{than}"
 
-def files_of(t) -> dict: # {what: path}, of those that exist
+def files_of(t:"QwenImageEditTrainer") -> dict: # {what: path}, of those that exist
     "What a run has written."
     root = t.checkpoint_root()
-    last, best = (named_checkpoint(root, name) for name in ("latest", "best"))
+    last = named_checkpoint(root, "latest")
+    best = named_checkpoint(root, "best")
     logs = sorted((root/"logs").glob("training_*.csv"))
     found = {"LoRA": last and last/WEIGHT_NAME, "best LoRA": best and best != last and best/WEIGHT_NAME,
              "images": root/"inference", "log": logs[-1] if logs else None}
@@ -362,7 +363,11 @@ NEXT = dict(
 
 class RunSummary(Display):
     "What a run was, found and wrote."
-    def __init__(self, t, steps:int, seconds:float): # trainer; of this `fit`
+    def __init__(self,
+        t:"QwenImageEditTrainer",
+        steps:int, # of this `fit`
+        seconds:float, # the same
+    ):
         s = t.state
         self.files = files_of(t)
         lora = self.files.get("best LoRA") or self.files.get("LoRA") or "LORA"

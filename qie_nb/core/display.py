@@ -176,7 +176,7 @@ def image_rows(
     for caption, cells in rows:
         if caption:
             out += f'<div style="grid-column:1/-1;text-align:left;font-size:13px">{escape(caption)}</div>'
-        shape = cells[-1][0]
+        shape = cells[-1][0] # of the edit or of what it should be
         h, w = shape.shape[:2] if hasattr(shape, "shape") else shape.size[::-1]
         for image, note in cells:
             data = base64.b64encode(image_bytes(image, 2 * width)).decode()

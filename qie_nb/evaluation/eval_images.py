@@ -227,15 +227,16 @@ SHIFT, SCALE = 2., 1. # pixels and per cent that are worth a word
 PLACE = COLUMNS[:2]
 SHARES = ((0.15, "a tenth"), (0.28, "a quarter"), (0.42, "a third"), (0.6, "half"), (0.75, "two thirds")) # below
 
-def place_text(row) -> str: # of `drift_of`; "" if shift and scale are small or unknown
+def place_text(row:dict) -> str: # of `drift_of`; "" if shift and scale are small or unknown
     "Shift and scale that are worth a word."
-    px, percent = row.get(PLACE[0], 0), row.get(PLACE[1], 0)
+    px = row.get(PLACE[0], 0)
+    percent = row.get(PLACE[1], 0)
     parts = [f"shift {px:.1f} px"] if px >= SHIFT else []
     if abs(percent) >= SCALE:
         parts.append(f"scale {percent:+.1f} %")
     return ", ".join(parts)
 
-def detail_text(row) -> str: # "" if there is about as much as in the target
+def detail_text(row:dict) -> str: # "" if there is about as much as in the target
     "How much fine detail an edit has."
     ratio = row.get("detail_ratio", 1.)
     share = next((words for limit, words in SHARES if ratio < limit), "")
@@ -243,7 +244,7 @@ def detail_text(row) -> str: # "" if there is about as much as in the target
         return f"blurred: {share} of the target's fine detail"
     return f"rough: {ratio:.1f} times the target's fine detail" if ratio >= 2 else ""
 
-def notable_text(row) -> str: # of `drift_of` or `medians`; "" without drift
+def notable_text(row:dict) -> str: # of `drift_of` or `medians`; "" without drift
     "Place and detail in words, only where they are off."
     return ", ".join(filter(None, (place_text(row), detail_text(row))))
 

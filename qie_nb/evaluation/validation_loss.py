@@ -119,10 +119,7 @@ class ValidationLoss:
 
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65512
-def loss_ratio(
-    before:dict, # {pair: loss}
-    now:dict,
-) -> Interval: # None without a common pair
+def loss_ratio(before:dict, now:dict) -> Interval: # {pair: loss}; None without a common pair
     "Geometric mean of `now / before` over the pairs, with its 95 % interval."
     logs = [math.log(now[name] / before[name]) for name in before if name in now]
     if not logs: return None
@@ -159,7 +156,8 @@ def compare_losses(
     if a.noises != b.noises or not both:
         raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
                          "samples per pair; use the same pairs and the same `noises`")
-    before, now = ({i: found.losses[i][0] for i in both} for found in (a, b))
+    before = {i: a.losses[i][0] for i in both}
+    now = {i: b.losses[i][0] for i in both}
     n = len(both)
     return LossChange(sum(before.values()) / n, sum(now.values()) / n, loss_ratio(before, now), n)
 

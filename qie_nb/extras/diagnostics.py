@@ -352,6 +352,7 @@ def control_test(
                          f"images, got {found}; add pairs or raise `n`")
     with temporarily_load(trainer.components, "vae", "text_encoder"):
         given, other = (held_out_loss(trainer, part, noises, exchange) for exchange in (False, True))
-    own, others = ([x.losses[i][0] for i in other.losses] for x in (given, other))
+    own = [given.losses[i][0] for i in other.losses]
+    others = [losses[0] for losses in other.losses.values()]
     more = [b - a for a, b in zip(own, others)]
     return ControlTest(*map(confidence_interval, (own, others, more)), len(more))

@@ -92,7 +92,7 @@ class BeforeAfter(Display):
         named = zip((self.before, self.after), self.titles)
         most = -(-max(self.before.size) // 3) # so that the images have their size on the page
         images = "".join(image_html(p, t, most) for p, t in named)
-        for _ in range(2): images = images.replace(f"height:{most}px", f"height:{min(self.before.height, 200)}px")
+        images = images.replace(f"height:{most}px", f"height:{min(self.before.height, 200)}px")
         name = f"drag-{self.mark}"
         script = _DRAG.replace("NAME", name).replace("WIDTH", str(self.before.width))
         return (f'<div class="{name}"><div>{images}</div><div>{escape(self.note())}</div></div>'

@@ -321,7 +321,7 @@ pair_grid = PairGrid
 _SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto minmax(0, 45fr);align-items:center;'
           'gap:0 8px;max-width:860px">{}<span style="font-size:32px">→</span>{}</div>')
 
-def _wide_figure(source, title:str) -> str:
+def _wide_figure(source:object, title:str) -> str:
     "A figure as wide as its column."
     figure = _figure(_opened(source, None), title, 260)
     return figure.replace("height:260px", "width:100%").replace("display:inline-block;margin:4px", "margin:4px 0")
@@ -342,7 +342,8 @@ _GLANCE = '<div style="display:grid;grid-template-columns:repeat(auto-fill, minm
 _THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;background-color:#80808020" '
           'src="data:image/jpeg;base64,{}">')
 
-def _thumbnail(source) -> str:
+def _thumbnail(source:object) -> str: # as for `open_image`
+    "A small image, or a note."
     image = _opened(source, None)
     if isinstance(image, str): return note("cannot be read")
     return _THUMB.format(base64.b64encode(image_bytes(image, 150)).decode())

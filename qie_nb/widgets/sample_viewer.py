@@ -322,12 +322,11 @@ def build(self:SampleViewer):
         where=w.HTML(), message=w.HTML(), page=w.HTML())
     self._wire(c)
     self._draw()
-    rows = ([c.back, c.slider, c.on, c.goto], [c.filter, c.glance, c.scan, c.whole, c.decode],
-            [c.exclude, c.swap])
+    rows = [c.back, c.slider, c.on, c.goto], [c.filter, c.glance, c.scan, c.whole, c.decode]
     wrap = w.Layout(flex_flow="row wrap") # no button is cut off on a narrow page
-    first, second, third = (w.HBox(row, layout=wrap) for row in rows)
-    last = w.HBox([c.save, c.undo, c.where], layout=wrap)
-    return w.VBox([first, second, c.message, c.page, c.caption, last, third])
+    above = [w.HBox(row, layout=wrap) for row in rows]
+    below = [w.HBox(row, layout=wrap) for row in ([c.save, c.undo, c.where], [c.exclude, c.swap])]
+    return w.VBox([*above, c.message, c.page, c.caption, *below])
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0027
 @patch
