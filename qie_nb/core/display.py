@@ -151,13 +151,14 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     return raw.getvalue()
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0008
-def image_html(image, title:str, height:int=160) -> str: # pixels on the page
+def image_html(image, title:str, height:int=160, share:str="100%") -> str: # pixels; most of the page's width
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     width = max(160, round(height * w / h)) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
-            f'max-width:{width}px"><img alt="" style="height:{height}px" src="data:image/jpeg;base64,{data}">'
+            f'max-width:min({width}px, {share})"><img alt="" '
+            f'style="height:{height}px;max-width:100%;object-fit:contain" src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../../nbs/core/02_display.ipynb #dbd267b6

@@ -198,7 +198,7 @@ def _opened(source, aspect): # PIL image, or an error message
 
 def _figure(im, title, height) -> str:
     if isinstance(im, str): return note(f"{title.split(':')[0]}: {im}")
-    return zoomable(image_html(im, title, height))
+    return zoomable(image_html(im, title, height, "45%"))
 
 # a click on an image opens and closes it, without scripts
 _ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {height:min(80vh, 900px) !important; "
@@ -324,7 +324,9 @@ _SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto m
 def _wide_figure(source:object, title:str) -> str:
     "A figure as wide as its column."
     figure = _figure(_opened(source, None), title, 260)
-    return figure.replace("height:260px", "width:100%").replace("display:inline-block;margin:4px", "margin:4px 0")
+    for was, wide in (("height:260px", "width:100%"), ("display:inline-block;margin:4px", "margin:4px 0"), ("45%", "100%")):
+        figure = figure.replace(was, wide)
+    return figure
 
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     "Pairs as before -> after, with their instructions."
@@ -338,7 +340,8 @@ def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #d1ea21aa
 AT_A_GLANCE = 30 # pairs on a page
-_GLANCE = '<div style="display:grid;grid-template-columns:repeat(auto-fill, minmax(150px, 1fr));gap:8px;font-size:12px">'
+_GLANCE = ('<div style="display:grid;grid-template-columns:repeat(auto-fill, minmax(150px, 1fr));'
+           'gap:8px;font-size:12px">')
 _THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;background-color:#80808020" '
           'src="data:image/jpeg;base64,{}">')
 

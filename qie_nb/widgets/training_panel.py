@@ -214,7 +214,7 @@ def numbers(self:TrainingPanel, d) -> str:
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0030
 @patch
 def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and numbers
-    d, side = self.data(), '<div style="display:inline-block;vertical-align:top;margin-right:16px">{}</div>'
+    d, side = self.data(), '<div style="display:inline-block;max-width:100%;vertical-align:top;margin-right:16px">{}</div>'
     svg = curve_svg(d["curve"], d["held_out"])
     numbers = side.format(svg_image(svg) if still else svg) + side.format(self.numbers(d))
     return self.headline(d) + numbers
