@@ -357,7 +357,8 @@ def files_of(t:"QwenImageEditTrainer") -> dict: # {what: path}, of those that ex
 
 # %% ../nbs/03_logging.ipynb #68a60b5c
 NEXT = dict(
-    notebook="compare_validation(trainer) shows what the LoRA does to held-out pairs; trainer.save_lora('lora') writes its file",
+    notebook=("compare_validation(trainer) shows what the LoRA does to held-out pairs; trainer.save_lora('lora') "
+              "writes its file"),
     shell="qie-nb predict --lora {lora} --image photo.jpg --prompt '...'",
     stopped="fit() continues from here; in a shell the same command with --resume latest")
 

@@ -324,8 +324,9 @@ _SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto m
 def _wide_figure(source:object, title:str) -> str:
     "A figure as wide as its column."
     figure = _figure(_opened(source, None), title, 260)
-    for was, wide in (("height:260px", "width:100%"), ("display:inline-block;margin:4px", "margin:4px 0"), ("45%", "100%")):
-        figure = figure.replace(was, wide)
+    wide = {"height:260px": "width:100%", "display:inline-block;margin:4px": "margin:4px 0", "45%": "100%"}
+    for was, style in wide.items():
+        figure = figure.replace(was, style)
     return figure
 
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set

@@ -271,7 +271,9 @@ def exclude(self:SampleViewer):
         ids.remove(name)
     else:
         ids.append(name)
-    self.message = f"the next run leaves out {len(ids)} of the pairs: data.exclude: {ids}" if ids else "no pair is excluded"
+    self.message = "no pair is excluded"
+    if ids:
+        self.message = f"the next run leaves out {len(ids)} of the pairs: data.exclude: {ids}"
 
 def folder_of(files:list, root:Path) -> str: # relative to `root`
     "The folder that holds all files. Raises ValueError if there is none."

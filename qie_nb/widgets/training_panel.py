@@ -88,7 +88,8 @@ def curve_svg(
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0042
 def svg_image(svg:str) -> str: # as an <img>
-    return f'<img alt="losses" style="max-width:100%" src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<img alt="losses" style="max-width:100%" src="data:image/svg+xml;base64,{data}">'
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e000f
 def memory_gauges(device) -> dict: # MB (1e6 bytes), and `utilization` in 0..1
@@ -186,7 +187,8 @@ def headline(self:TrainingPanel, d) -> str:
     left = self.state and self.state.work and self.state.work.seconds_left()
     if self.ended:
         how, then = f"stopped: {d['stop'] or 'an error'}", "fit() continues from here"
-        if d["stop"] == "done": how, then = "finished", "the summary below says what is written where, and what comes next"
+        if d["stop"] == "done":
+            how, then = "finished", "the summary below says what is written where, and what comes next"
     elif d["stop"] in ("", "done"):
         how, then = d["doing"] or "training", f"{short_time(left)} left of it" if left else ""
     else: how, then = "stopping after this step, with a checkpoint", d["stop"]
@@ -214,7 +216,8 @@ def numbers(self:TrainingPanel, d) -> str:
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e0030
 @patch
 def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and numbers
-    d, side = self.data(), '<div style="display:inline-block;max-width:100%;vertical-align:top;margin-right:16px">{}</div>'
+    d = self.data()
+    side = '<div style="display:inline-block;max-width:100%;vertical-align:top;margin-right:16px">{}</div>'
     svg = curve_svg(d["curve"], d["held_out"])
     numbers = side.format(svg_image(svg) if still else svg) + side.format(self.numbers(d))
     return self.headline(d) + numbers
