@@ -389,6 +389,15 @@ def recorded(measures:dict): # `Measures`
     return Measures(**{name: Interval(*v) if isinstance(v, list) else v for name, v in measures.items()})
 
 
+def line_of(measures) -> str: # `Measures`
+    """The line that an evaluation prints of a recorded run. Its losses are relative: those without LoRA are 1."""
+    from qie_nb.evaluation.compare import Evaluation
+    from qie_nb.evaluation.validation_loss import LossChange
+    found = measures.held_out
+    change = LossChange(1., found.mean, found, 8) if found else None
+    return str(Evaluation(measures, 1., change))
+
+
 def write_results(trials:Path, out:Path=RESULTS):
     """Judge the recorded runs, in the order of the settings."""
     rows = [json.loads(line) for line in trials.read_text().splitlines()]

@@ -207,26 +207,6 @@ def few_steps():
             for edit, r in json.loads((HERE/"results"/"few_steps.json").read_text())["results"].items()]
     return markdown(["edit", "checkpoints", "forward passes an image", "Spearman's coefficient of the two errors"], rows)
 
-def stratified():
-    "Gradient variance and results after training, with and without `train.stratified_timesteps`."
-    results = json.loads((HERE/"results"/"step_variance.json").read_text())["results"]
-    kinds, rows = ("independent", "stratified"), []
-    spread = lambda values, digits: f"{statistics.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-    for size, r in results.items():
-        for when, g in r["gradient"].items():
-            rows.append([f"{size} a step: variance of the gradient, {when} the first step" if when == "before" else f"{size} a step: variance of the gradient, {when}",
-                         *(f"{g[k]['relative_variance']:.3f} ± {g[k]['standard_error']:.3f}" for k in kinds)])
-        for name, what, digits in (("held_out_loss", "held-out loss", 4), ("image_error", "error of edited held-out images, grey levels", 1)):
-            rows.append([f"{size} a step: {what} after 60 steps", *(spread([x[name] for x in r["after_60_steps"][k]], digits) for k in kinds)])
-    return markdown(["", "independent levels", "stratified levels"], rows)
-
-def advice_of(runs, outcome, shown): # "4: rate too high"
-    """How many runs had this outcome, and what was named."""
-    found = [run for run in runs if run["outcome"] == outcome]
-    named = sorted({run["named"] for run in found} - {"", "cannot tell"}) if shown else []
-    return f"{len(found)}: {', '.join(named)}" if found and named else str(len(found) or "")
-
-
 def advice_table():
     """What evaluations name as the cause, for good runs and bad settings."""
     runs = json.loads((HERE/"results"/"advice.json").read_text())["runs"]
@@ -303,7 +283,22 @@ def growth():
     return markdown(head, rows) + f"\n\n{held['device']}, load average {held['load_average']:.0f}, Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}. Opened in a new process that knows the files (median of {last['warm_open']['open_s']['runs']} to 3 runs); -: not measured."
 
 
-PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: session_times("kaggle"),
+LINES = 20 # of recorded runs
+
+
+def evaluation_lines():
+    "What the last evaluation of recorded runs prints, one run of each setting and one more of the first."
+    from advice_trials import line_of, recorded
+    runs = json.loads((HERE/"results"/"advice.json").read_text())["runs"]
+    first = {run["setting"]: run for run in reversed(runs)}
+    chosen = [*first.values(), *(run for run in runs if run is not first[run["setting"]])][:LINES]
+    chosen.sort(key=runs.index)
+    rows = [[run["setting"], run["cause"] or "nothing", f"`{line_of(recorded(run['measures']))}`"] for run in chosen]
+    return markdown(["setting", "what is wrong", "line"], rows)
+
+
+PARTS = {("measured/evaluation_lines", "lines: made by benchmarks/session_table.py from benchmarks/results/advice.json"): evaluation_lines,
+         ("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: session_times("kaggle"),
          ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: session_times("colab"),
          ("measured/sessions", "kaggle: made by benchmarks/session_table.py"): lambda: tables("kaggle"),
          ("measured/sessions", "colab: made by benchmarks/session_table.py"): lambda: tables("colab"),
@@ -312,7 +307,6 @@ PARTS = {("kaggle", "session: made by benchmarks/session_table.py for kaggle"): 
          ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
          ("measured/recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
          ("measured/data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
-         ("measured/recipes", "strata: made by benchmarks/session_table.py from benchmarks/results/step_variance.json"): stratified,
          ("measured/growth", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
          ("measured/evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
          ("measured/evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,

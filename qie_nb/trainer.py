@@ -261,14 +261,14 @@ class QwenImageEditTrainer(RunAttributes):
     def default_callbacks(self) -> list:
         "The callbacks of every run, in the order in which they are called; yours follow."
         from qie_nb.evaluation.evaluate import EvaluationCallback
-        from qie_nb.logging import OpenPanel, logging_callbacks
+        from qie_nb.logging import OpenPanel, SummaryCallback, logging_callbacks
         logs = logging_callbacks(self.config.logging) if self.is_main else []
         if self.reporter is not None:
             if self.reporter.panel: logs = logs[:-1]
             logs = [*logs, self.reporter]
         evaluation = EvaluationCallback(self.config, self.plan.sharded.value)
         return [UnloadEncodersCallback(), OpenPanel(logs), evaluation, NonFiniteStop(), *logs,
-                CheckpointCallback(), TimeLimitCallback()]
+                CheckpointCallback(), TimeLimitCallback(), SummaryCallback()]
 
     def optimizer_step(self, group:StepBatches):
         "Backward over the batches, clip, step; loss, gradient norm and rate go into the state."

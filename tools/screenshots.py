@@ -6,7 +6,7 @@ from PIL import Image, ImageOps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"tests/end_to_end"))
 from browser.lab import Lab, Page, chrome
-from test_browser import notebook, slide
+from test_browser import notebook
 
 MOST = 290_000 # bytes of an image
 
@@ -77,8 +77,9 @@ def main(docs):
             status.locator("button:has-text('verify')").click()
             p.wait_for_timeout(3000)
             take(page, status, docs/"cache.png")
-            both = area("img.widget-image")
-            slide(both, "ArrowLeft", 8)
+            both = area("[role=slider] img")
+            both.locator("[role=slider]").focus()
+            for _ in range(8): p.keyboard.press("ArrowLeft")
             p.wait_for_timeout(1000)
             take(page, both, docs/"slider.png")
             page.close()

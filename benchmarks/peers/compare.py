@@ -459,11 +459,11 @@ def table(result):
 
 
 def details(result):
-    "What was compared: commits, versions and patches."
+    "What was compared: commits, versions and the number of patches; the results have their reasons."
     lines = ["| | commit | versions | patches while loading |", "|---|---|---|---|"]
     for p in result["about"]["peers"].values():
         v = ", ".join(f"{k} {x}" for k, x in p["versions"].items())
-        why = "; ".join(dict.fromkeys(f"{q['why']} ({'its script' if q['where'].endswith('.py') else '`' + q['where'].rpartition('.')[2] + '`'})" for q in p["patches"])) or "none"
+        why = len({(patch["why"], patch["where"]) for patch in p["patches"]}) or "none"
         lines.append(f"| [{p['title']}]({p['url']}): {p['made_for']} | {p['commit']} | {v} | {why} |")
     return "\n".join(lines)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'visible', 'letter_name', 'nfc', 'printable', 'few',
-           'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file']
+           'file_name', 'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
 import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile, threading, time
@@ -314,6 +314,11 @@ def few(
     if len(names) > most:
         text += f" and {len(names) - most} more"
     return text
+
+# %% ../../nbs/core/00_files.ipynb #ad422c48
+def file_name(text:str) -> str: # at most 50 characters, without a suffix
+    "A file's name from an id or a path."
+    return re.sub(r"[^\w.-]+", "_", text).strip("._")[-50:] or "pair"
 
 # %% ../../nbs/core/00_files.ipynb #5ca982bb
 _QUOTES = {"'": "'", '"': '"', "`": "`", "“": "”", "‘": "’", "„": "“", "«": "»"}

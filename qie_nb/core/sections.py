@@ -150,6 +150,8 @@ class DataSection(Section):
     allow_missing_control: bool = setting(
         False, "train on targets without a control image as text-to-image: from their prompt alone",
         on_resume="must match", compared_as="data")
+    exclude: list[str] = setting([], "ids of pairs to leave out, as sample_viewer names them",
+        on_resume="must match", needed_by="many", compared_as="data")
     prompt: str | None = setting(
         None, "one instruction for all pairs without a caption or prompt.txt",
         on_resume="must match", needed_by="everybody", compared_as="data")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINED', 'Evaluated', 'run_tests', 'evaluate_now', 'write_result', 'weighted', 'ratio_since', 'control_ratio',
-           'mean', 'pace_of', 'Distances', 'image_distances', 'untouched_errors', 'measures_of', 'say_images',
-           'say_change', 'first_advice', 'check_parts', 'EvaluationCallback', 'load_checkpoint', 'judged', 'evaluate']
+           'mean', 'pace_of', 'Distances', 'image_distances', 'untouched_errors', 'measures_of', 'say_change',
+           'rows_of', 'first_advice', 'check_parts', 'EvaluationCallback', 'load_checkpoint', 'judged', 'evaluate']
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #07170045
 import json, time
@@ -21,17 +21,17 @@ from ..core.display import short_time
 from ..core.files import write_atomic
 from ..data.pair_checks import pairs_to_show
 from ..devices.placement import temporarily_load
-from .compare import adapter_of, change_since, loss_in, results_of
+from .compare import BEGUN, Evaluation, change_since, loss_in, results_of
 from .eval_images import (
     drifts, eval_cases, eval_sampling, find_styles, image_error, image_errors, logged_numbers,
     render_eval_images, say_drift)
 from .validation_loss import (
-    NOISES, PARTS, Advice, Interval, Measures, StopRequested, ValidationLoss, advise, direction, doubt,
+    LEAST_SHOWN, NOISES, PARTS, Advice, Interval, Measures, StopRequested, ValidationLoss, advise, direction, doubt,
     held_out_loss, loss_ratio, partners, process)
 from ..lora.adapters import lora_info, without_adapter
 from ..sampling.edits import is_available
 from ..training.callbacks import Callback, EvalWork, due
-from ..training.checkpoint import checkpoint_name
+from ..training.checkpoint import adapter_of, checkpoint_name
 from ..training.stopping import asked_for_images, shared_stop
 from ..data.samples import samples_of
 
@@ -165,36 +165,31 @@ def measures_of(
                     controls_before=control_ratio(first), pace=pace_of(results, step), **known)
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f04
-def say_images(first:dict, result:dict, begun:str) -> str: # "" without images of pairs
-    "How far the edited images are from their targets."
-    now, before = image_distances(first, result)
-    if now is None:
-        return ""
-    n = len(result["image_errors"])
-    line = f"; {n} edited image{'s' if n > 1 else ''} {now:.1f} grey levels from the target"
-    return line if before is None else f"{line}, with {begun} {before:.1f}"
-
 def say_change(
     results:dict, # {step: result}
-    step:int,
-    begun:str="no adapter", # what was evaluated before the first step
-    but:str="", # of `doubt`
+    m:Measures, # at the evaluation
+    begun:str=BEGUN, # what was evaluated before the first step
 ) -> str:
     "One line about an evaluation."
-    result = results[step]
-    first = results.get(0, {}) if step else {}
-    last = max((n for n in results if 0 < n < step), default=0)
-    line = f"step {step}: {loss_in(result)}"
-    since = results[last] if last else {}
-    for words, earlier in ((f"compared with {begun}", first), (f"since step {last}", since)):
-        change = change_since(earlier, result) if earlier else None
-        if change is None:
-            continue
-        text = str(change)
-        if but and change.verdict == "better":
-            text = text.removesuffix("better") + f"lower, but {but}"
-        line += f"; {words} {text}"
-    return line + say_images(first, result, begun)
+    result = results[m.step]
+    first = results.get(0) if m.step else None
+    last = max((n for n in results if 0 < n < m.step), default=0)
+    then = results[last] if last else {}
+    return str(Evaluation(
+        m, loss_in(result).interval.mean, change_since(first, result) if first else None,
+        change_since(then, result) if then else None, last, image_distances(then, result).before, begun))
+
+def rows_of(results:dict) -> list: # {step: result}; of JSON-ready dicts
+    "Each evaluation with its intervals, for a table."
+    rows = []
+    for step, result in sorted(results.items()):
+        change = change_since(results[0], result) if step and 0 in results else None
+        ratio = change and list(change.ratio)
+        if change and change.pairs < LEAST_SHOWN:
+            ratio[1:] = None, None
+        rows.append(dict(step=step, loss=list(loss_in(result).interval), ratio=ratio,
+                         image=mean((result.get("image_errors") or {}).values())))
+    return rows
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6c80ee05
 def first_advice(m:Measures) -> Advice:
@@ -235,7 +230,7 @@ class EvaluationCallback(Callback):
         samples_of(config.train.samples, config.data.trigger_word) # raises for a missing file
         eval_sampling(config, sharded) # the same
         self.results = {} # {step: result} of the run's evaluations
-        self.begun = "no adapter" # what was evaluated before the first step
+        self.begun = BEGUN # what was evaluated before the first step
         self.at, self.pace = 0, None # at: the last evaluated step
         self.checked = False # were the tests made after a step of this session?
         self.advice = Advice() # of the last evaluation
@@ -255,7 +250,7 @@ class EvaluationCallback(Callback):
         self.results = {step: result for step, result in earlier.items() if step <= self.at}
         first, note = self.results.get(0, {}), eval_sampling(t.config).note
         self.drift = first.get("drift") or {} if first.get("image_sampling", note) == note else {}
-        self.begun = "step 0" if t.config.model.lora.pretrained_weight else "no adapter"
+        self.begun = "at step 0" if t.config.model.lora.pretrained_weight else BEGUN
         self.prepare(t)
         if not self.enabled(t): return
         if t.state.pending:
@@ -421,10 +416,13 @@ def report(
     self.advice = advise(m) if step else first_advice(m)
     self.checked = self.checked or step > 0
     t.state.advice = self.advice.text
-    write_result(t, out, result | dict(advice=self.advice._asdict()))
+    line = say_change(self.results, m, self.begun)
+    t.state.evaluations = rows_of(self.results)
+    t.state.evaluated = line
+    write_result(t, out, result | dict(advice=self.advice._asdict(), line=line))
     if process(t)[0]:
         return
-    print(say_change(self.results, step, self.begun, doubt(m) if step else ""))
+    print(line)
     if self.advice.text:
         print(f"advice: {self.advice.text}")
 

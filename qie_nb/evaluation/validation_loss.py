@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FEW_STEPS', 'FEW_PAIRS', 'LITTLE', 'STEADY', 'GAP', 'FURTHER', 'DROPPED', 'FITS_NOT', 'WEAK', 'LOWER', 'HIGHER',
            'NOT_WORSE', 'NOT_BETTER', 'CAUSES', 'MEASURED', 'partners', 'swap_sides', 'load_pairs', 'held_out_loss',
-           'Measures', 'loss_ratio', 'direction', 'use_of_controls', 'progress_of_images', 'sight_of_edit', 'one_word',
-           'readings', 'Cause', 'Advice', 'causes_of', 'symptom', 'rates_of', 'numbers_of', 'advise', 'doubt']
+           'Measures', 'direction', 'use_of_controls', 'progress_of_images', 'sight_of_edit', 'one_word', 'readings',
+           'Cause', 'Advice', 'causes_of', 'symptom', 'rates_of', 'numbers_of', 'advise', 'doubt']
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #6c27c6ae
 import math
@@ -88,6 +88,14 @@ def confidence_interval(values) -> Interval: # one number per pair
     margin = t_quantile(n - 1) * math.sqrt(sum((v - mean)**2 for v in values) / (n - 1) / n)
     return Interval(mean, mean - margin, mean + margin)
 
+LEAST_SHOWN = 5 # pairs; with fewer an interval is not shown
+
+def loss_interval(values) -> Interval: # positive numbers, one per pair
+    mean, _, high = confidence_interval(values)
+    if len(values) < LEAST_SHOWN or not mean > 0: return Interval(mean, None, None)
+    factor = math.exp(high / mean - 1) # mean +- margin, for its logarithm
+    return Interval(mean, mean / factor, mean * factor)
+
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #e5c3726d
 COLUMNS = ("held_out_loss", "held_out_loss_low", "held_out_loss_high", "held_out_loss_plain",
            *(f"held_out_loss/{p}" for p in PARTS), "held_out_pairs")
@@ -102,46 +110,56 @@ class ValidationLoss:
     noises: int = NOISES # per pair
 
     @property
-    def interval(self) -> Interval: return confidence_interval([v[0] for v in self.losses.values()])
+    def interval(self) -> Interval: return loss_interval([v[0] for v in self.losses.values()])
 
-    def row(self) -> dict: # {column of `COLUMNS`: number}, without the interval for one or two pairs
+    def row(self) -> dict: # {column of `COLUMNS`: number}, without the interval below `LEAST_SHOWN`
         bins = [sum(v) / len(v) for v in list(zip(*self.losses.values()))[1:]]
         numbers = *self.interval, sum(bins) / len(bins), *bins, len(self.losses)
         return {k: v for k, v in zip(COLUMNS, numbers, strict=True) if v is not None}
 
-    def __str__(self):
-        mean, low, high = self.interval
-        interval = "" if low is None else f"95 % interval {low:.4f} to {high:.4f}, "
-        return f"held-out loss {mean:.4f} ({interval}{len(self.losses)} pair{'s' * (len(self.losses) > 1)})"
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65512
+def loss_ratio(before:dict, now:dict) -> Interval: # {pair: loss}; None without a common pair
+    "Geometric mean of `now / before` over the pairs, with its 95 % interval."
+    logs = [math.log(now[name] / before[name]) for name in before if name in now]
+    if not logs: return None
+    found = confidence_interval(logs)
+    return Interval(*(None if v is None else math.exp(v) for v in found))
+
 class LossChange(NamedTuple):
-    "A difference of held-out losses; negative: the later one is lower."
-    difference: float
-    low: float # of the 95 % interval, or None with one or two pairs
-    high: float
+    "Held-out losses of the same pairs at two times."
+    before: float # mean
+    now: float
+    ratio: Interval # now / before
     pairs: int # common ones
 
     @property
     def verdict(self) -> str:
-        if self.low is None or self.low <= 0 <= self.high: return "no clear change"
-        return "better" if self.high < 0 else "worse"
+        _, low, high = self.ratio
+        lower = self.now < self.before
+        if low is None or low <= 1 <= high or lower != (high < 1): return "no clear change"
+        return "better" if lower else "worse"
 
     def __str__(self):
-        if self.low is None: return f"{self.difference:+.4f} (too few pairs to judge)"
-        return f"{self.difference:+.4f} ({self.low:+.4f} to {self.high:+.4f}): {self.verdict}"
+        mean, low, high = self.ratio
+        if low is None: return f"{mean:.3f} (too few pairs to judge)"
+        interval = "" if self.pairs < LEAST_SHOWN else f" ({low:.3f} to {high:.3f})"
+        return f"{mean:.3f}{interval}: {self.verdict}"
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65501
 def compare_losses(
     a:ValidationLoss, # the earlier one
     b:ValidationLoss, # the later one
 ) -> LossChange:
-    "Difference pair by pair. Raises ValueError if they cannot be compared."
+    "The change pair by pair. Raises ValueError if they cannot be compared."
     both = [i for i in a.losses if i in b.losses]
     if a.noises != b.noises or not both:
         raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
                          "samples per pair; use the same pairs and the same `noises`")
-    return LossChange(*confidence_interval([b.losses[i][0] - a.losses[i][0] for i in both]), len(both))
+    before = {i: a.losses[i][0] for i in both}
+    now = {i: b.losses[i][0] for i in both}
+    n = len(both)
+    return LossChange(sum(before.values()) / n, sum(now.values()) / n, loss_ratio(before, now), n)
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #9dcaf902
 def partners(dataset:"ImageDataset") -> dict: # {position: that of another pair}
@@ -239,17 +257,6 @@ class Measures(NamedTuple):
     rank: int = 16
     alpha: float = 16.
     dropout: float = 0. # of captions
-
-def loss_ratio(
-    before:dict, # {pair: loss}
-    now:dict,
-) -> Interval: # None without a common pair
-    "Geometric mean of `now / before` over the pairs, with its 95 % interval."
-    logs = [math.log(now[name] / before[name]) for name in before if name in now]
-    if not logs:
-        return None
-    found = confidence_interval(logs)
-    return Interval(*(None if v is None else math.exp(v) for v in found))
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #adc10004
 FEW_STEPS = 20 # evaluations are at least so many apart

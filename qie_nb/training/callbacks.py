@@ -100,6 +100,8 @@ class RunResults:
     eval_images: list = None # `EvalImage`s of this step, or None
     work: EvalWork = None    # the evaluation that is running
     advice: str = ""         # of the last evaluation; empty if there is nothing to change
+    evaluated: str = ""      # the last evaluation in one line
+    evaluations: list = field(default_factory=list) # each with its intervals, see `rows_of`
 
 @dataclass
 class RunRequests:

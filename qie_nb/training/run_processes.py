@@ -39,7 +39,8 @@ def processes_to_start(
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00009
 FIELDS = ("epoch position global_step num_epochs max_steps lr epoch_ended skipped spent began ended "
-          "eval_seconds eval_cost pending suspect best save_seconds advice").split()
+          "eval_seconds eval_cost pending suspect best save_seconds advice evaluated "
+          "evaluations").split()
 
 def state_message(t) -> dict: # JSON-ready
     s = t.state

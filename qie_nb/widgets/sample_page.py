@@ -6,7 +6,7 @@
 __all__ = ['pair_grid', 'check_vae', 'decoded', 'PairGrid']
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #30e933d7
-import json, os
+import base64, json, os
 from html import escape
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from PIL.Image import Resampling
 
 from ..core.cache_entries import PREFIX, unpack_entry
 from ..core.cache_layers import verify_entry
-from ..core.display import Display, badge, image_html, note
+from ..core.display import Display, badge, image_bytes, image_html, note
 from ..data.alignment_check import alignment_mark
 from ..data.dataset import ImageDataset
 from ..data.images import crop_to, open_image
@@ -198,7 +198,7 @@ def _opened(source, aspect): # PIL image, or an error message
 
 def _figure(im, title, height) -> str:
     if isinstance(im, str): return note(f"{title.split(':')[0]}: {im}")
-    return zoomable(image_html(im, title, height))
+    return zoomable(image_html(im, title, height, "45%"))
 
 # a click on an image opens and closes it, without scripts
 _ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {height:min(80vh, 900px) !important; "
@@ -318,14 +318,52 @@ class PairGrid(Display):
 pair_grid = PairGrid
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #b4302888
+_SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto minmax(0, 45fr);align-items:center;'
+          'gap:0 8px;max-width:860px">{}<span style="font-size:32px">→</span>{}</div>')
+
+def _wide_figure(source:object, title:str) -> str:
+    "A figure as wide as its column."
+    figure = _figure(_opened(source, None), title, 260)
+    wide = {"height:260px": "width:100%", "display:inline-block;margin:4px": "margin:4px 0", "45%": "100%"}
+    for was, style in wide.items():
+        figure = figure.replace(was, style)
+    return figure
+
 def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     "Pairs as before -> after, with their instructions."
     if not len(dataset): return note("there are no samples")
-    arrow = "<span style='font-size:40px;display:inline-block;line-height:260px;vertical-align:top'> → </span>"
     out = _ZOOM
     for p in pairs_to_show(dataset.samples, n):
-        before = "".join(_figure(_opened(c, None), "before (control)", 260) for c in p["before"])
-        before = before or "no control image"
-        after = _figure(_opened(p["after"], None), "after (target)", 260)
-        out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div><div>{before}{arrow}{after}</div>"
+        before = "".join(_wide_figure(source, "before") for source in p["before"]) or "no image before"
+        sides = _SIDES.format(f"<div>{before}</div>", _wide_figure(p["after"], "after"))
+        out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div>{sides}"
     return out
+
+# %% ../../nbs/widgets/00_sample_page.ipynb #d1ea21aa
+AT_A_GLANCE = 30 # pairs on a page
+_GLANCE = ('<div style="display:grid;grid-template-columns:repeat(auto-fill, minmax(150px, 1fr));'
+           'gap:8px;font-size:12px">')
+_THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;background-color:#80808020" '
+          'src="data:image/jpeg;base64,{}">')
+
+def _thumbnail(source:object) -> str: # as for `open_image`
+    "A small image, or a note."
+    image = _opened(source, None)
+    if isinstance(image, str): return note("cannot be read")
+    return _THUMB.format(base64.b64encode(image_bytes(image, 150)).decode())
+
+def thumbnails_html(
+    dataset:ImageDataset,
+    positions:list, # of the samples to show
+    excluded:list=(), # ids
+) -> str:
+    "Pairs as small images, the first one before, left, and after."
+    out = _GLANCE
+    for i in positions:
+        s = dataset.samples[i]
+        before = _thumbnail(s.controls[0]) if s.controls else ""
+        faint = "opacity:.3" if s.id in excluded else ""
+        name = f"{s.id} (excluded)" if s.id in excluded else s.id
+        out += (f'<div style="overflow-wrap:anywhere;{faint}" title="{escape(s.prompt)}">{before}'
+                f"{_thumbnail(s.target)}<br>{i + 1}: {escape(name)}</div>")
+    return f"{out}</div>"

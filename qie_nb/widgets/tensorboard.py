@@ -18,6 +18,7 @@ from PIL import Image
 from ..core.environment import detect_environment
 from ..core.display import is_interactive, kernel
 from ..data.images import figure
+from ..training.sinks.event_files import column_of
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0006
 @dataclass
@@ -49,7 +50,10 @@ def read_run(
     tags, end = acc.Tags(), "/text_summary"
     image = lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
     text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
-    return EventRun({t: [(e.step, e.value) for e in acc.Scalars(t)] for t in tags["scalars"]},
+    scalars = {} # a run that an older version began has two tags of a column
+    for tag in tags["scalars"]:
+        scalars.setdefault(column_of(tag), []).extend((e.step, e.value) for e in acc.Scalars(tag))
+    return EventRun({column: sorted(points) for column, points in scalars.items()},
                     {t: [(e.step, image(e)) for e in acc.Images(t)] for t in tags["images"]},
                     {t.removesuffix(end): [(e.step, text(e)) for e in acc.Tensors(t)]
                      for t in tags["tensors"] if t.endswith(end)})
@@ -76,10 +80,20 @@ def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length
     return np.array(out)
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0011
-CURVES = dict(loss="loss", held_out_loss="held-out loss", lr="learning rate", grad_norm="gradient norm",
-              drift_shift_px="shift of edited images (px)", drift_scale_percent="their scale (% off)",
-              outside_psnr="PSNR outside the changed region (dB)")
+CURVES = dict(loss="loss", held_out_loss="held-out loss",
+              held_out_image_error="edited images: grey levels from their targets",
+              lr="learning rate", grad_norm="gradient norm",
+              drift_shift_px="shift of edited images (px)", drift_scale_percent="their scale (% off)")
+LIMITS = dict(drift_shift_px=2., drift_scale_percent=1.) # smaller drift is not drawn unless asked for
 SHOWN = 6 # most runs in a figure
+
+def worth_a_curve(
+    tag:str,
+    runs:dict, # {name: EventRun}
+) -> bool:
+    "Is there a scalar, and is it of a size that matters?"
+    values = [abs(v) for run in runs.values() for _, v in run.scalars.get(tag, ())]
+    return bool(values) and max(values) >= LIMITS.get(tag, 0)
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0025
 def draw_curve(ax, tag:str, runs:dict): # matplotlib Axes; {name: EventRun}
@@ -135,15 +149,17 @@ def last_images(runs:dict) -> list: # {name: EventRun}, the newest last; (title,
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0015
 def plot_events(
     logdir, # event files
-    tags=tuple(CURVES), # scalars to draw, if present
+    tags=None, # scalars to draw, if present; default `CURVES`, without small drift
 ): # matplotlib Figure
     "Curves and last images as one figure; each run has its own colour."
     folders = _folders(logdir)
     runs = {name: read_run(d, last=True) for name, d in list(folders.items())[-SHOWN:]}
-    curves = [t for t in tags if any(t in r.scalars for r in runs.values())]
+    curves = [t for t in tags or CURVES if any(t in r.scalars for r in runs.values())]
+    if tags is None:
+        curves = [t for t in curves if worth_a_curve(t, runs)]
     images = last_images(runs)
     if not curves and not images:
-        raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {', '.join(tags)}; choose other "
+        raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {', '.join(tags or CURVES)}; choose other "
                          "`tags`")
     rows = -(-len(curves) // 2)
     tall = [min(3.2, 4.6 * max(im.shape[0] / im.shape[1] for _, im, _ in images[k:k + 2])) + 0.7

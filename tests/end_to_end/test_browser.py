@@ -84,7 +84,7 @@ def test_the_tour(opened, lab, tmp_path):
     assert not page.errors()
     p = page.page
     seen(page, "finished, step 40 of 40") # the training panel
-    assert visible(page, LEFT) == 5 and page.page.locator(STILL).count() == 5 and not visible(page, STILL), "the widgets hide the static forms"
+    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the static forms"
 
     viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
     first = viewer.inner_text()
@@ -110,10 +110,16 @@ def test_the_tour(opened, lab, tmp_path):
     status.locator("button:has-text('verify')").click()
     changes(p, status, before)
 
-    both = p.locator(".jp-OutputArea-output:has(img.widget-image)").first
-    image = both.locator("img.widget-image").get_attribute("src")
-    slide(both, "ArrowLeft", 20)
-    changes(p, both, image, "e.querySelector('img.widget-image').src")
+    both = p.locator("[role=slider][aria-valuenow]:has(img)").first
+    both.scroll_into_view_if_needed()
+    box = both.bounding_box()
+    p.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 20)
+    p.mouse.down()
+    p.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 30, steps=4)
+    p.mouse.up()
+    assert abs(int(both.get_attribute("aria-valuenow")) - 20) <= 2, "the line is dragged on the image"
+    p.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 30)
+    assert abs(int(both.get_attribute("aria-valuenow")) - 20) <= 2, "and stays where it was left"
 
     assert not page.errors() and not page.console
     page.save()
@@ -122,10 +128,10 @@ def test_the_tour(opened, lab, tmp_path):
     p.wait_for_timeout(1000)
     p.reload(wait_until="domcontentloaded")
     page.kernel()
-    page.until(lambda: visible(page, STILL) == 5 and not visible(page, LEFT), "widgets without a kernel are hidden")
+    page.until(lambda: visible(page, STILL) == 4 and not visible(page, LEFT), "widgets without a kernel are hidden")
     p.wait_for_timeout(3000) # and stay so
     page.keep("restarted")
-    assert visible(page, STILL) == 5 and not visible(page, LEFT), "widgets without a kernel are hidden"
+    assert visible(page, STILL) == 4 and not visible(page, LEFT), "widgets without a kernel are hidden"
 
 
 def slide(box, key, times):

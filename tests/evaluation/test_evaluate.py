@@ -1,5 +1,5 @@
 """Evaluation: fixed noise, images from cached inputs, and the same adapter with and without it."""
-import csv, json, os, random, shutil
+import csv, math, json, os, random, shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,11 +154,33 @@ def test_the_weight_of_a_level_is_its_square_times_how_often_the_sampler_is_ther
 def test_an_interval_needs_three_pairs_and_a_comparison_the_same_noise():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     assert confidence_interval([1., 2., 3., 4.]) == pytest.approx((2.5, 0.4457, 4.5543), abs=0.0001)
-    assert compare_losses(pair(1.), pair(0.5)).verdict == "no clear change" and "interval" not in str(pair(1.))
-    several = lambda n, v: ValidationLoss({str(i): [v + i] * 6 for i in range(n)})
-    said = {n: f"{several(n, 1.)} {compare_losses(several(n, 1.), several(n, 0.5))}" for n in (2, 3)}
-    assert "interval" not in said[2] and said[2].endswith("-0.5000 (too few pairs to judge)")
-    assert "interval" in said[3] and said[3].endswith("better")
+    assert compare_losses(pair(1.), pair(0.5)).verdict == "no clear change"
+    several = lambda n, v: ValidationLoss({str(i): [v * (1 + i)] * 6 for i in range(n)})
+    said = {n: str(compare_losses(several(n, 1.), several(n, 0.5))) for n in (2, 3, 5)}
+    assert said == {2: "0.500 (too few pairs to judge)", 3: "0.500: better", 5: "0.500 (0.500 to 0.500): better"}
+
+
+def test_a_loss_interval_is_positive_and_left_out_below_five_pairs():
+    "Computed in log space: the mean times and divided by exp(margin / mean)."
+    apart = ValidationLoss({str(i): [v] * 6 for i, v in enumerate((0.02, 0.03, 0.02, 0.9, 0.04))})
+    assert confidence_interval([v[0] for v in apart.losses.values()]).low < 0
+    mean, low, high = apart.interval
+    assert 0 < low < mean < high and low * high == pytest.approx(mean**2)
+    few = ValidationLoss(dict(list(apart.losses.items())[:4]))
+    assert few.interval.low is few.interval.high is None and not {"held_out_loss_low", "held_out_loss_high"} & set(few.row())
+
+
+def test_a_change_is_not_called_better_if_the_mean_loss_rose():
+    "Many small losses fell a little, a large one rose a lot: the ratio and the mean disagree."
+    before = {str(i): [0.1] * 6 for i in range(9)} | {"large": [1.] * 6}
+    now = {i: [0.8 * v[0]] * 6 for i, v in before.items()} | {"large": [1.3] * 6}
+    change = compare_losses(ValidationLoss(before), ValidationLoss(now))
+    assert change.ratio.high < 1 and change.now > change.before and change.verdict == "no clear change"
+    assert compare_losses(ValidationLoss(now), ValidationLoss({i: [math.nan] * 6 for i in now})).verdict == "worse"
+
+
+def test_noise_samples_are_part_of_a_comparison():
+    pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     with pytest.raises(ValueError, match="the same `noises`"): compare_losses(pair(1.), pair(1., 3))
 
 
@@ -215,8 +237,9 @@ def test_resumed_run_compares_with_the_last_evaluation(trained_run, tmp_path, ca
     out = trained_run.copy(tmp_path/"out")
     shutil.rmtree(out/"checkpoints"/"inference"/"step_00000008", ignore_errors=True)
     Trainer(trained_run.settings(out, train=dict(resume_checkpoint=str(out/"checkpoints"/"step_00000006"), eval_images=0, num_epochs=2))).fit()
-    line, = (l for l in capsys.readouterr().out.splitlines() if l.startswith("step 8: held-out loss"))
-    assert "since step 4" in line and line.endswith("(too few pairs to judge)")
+    line, = (l for l in capsys.readouterr().out.splitlines() if l.startswith("step 8: "))
+    assert line.startswith("step 8: loss") and "(0.0" not in line
+    print(line)
 
 
 def test_a_pair_gets_the_controls_of_another_of_its_sizes(trainer, monkeypatch):
@@ -262,24 +285,24 @@ def run_with_losses(made, monkeypatch, capsys, values, others, resume=False, **k
 def test_a_run_compares_with_no_adapter_and_says_when_it_is_worse(made, monkeypatch, capsys):
     start, one, two, three, few = run_with_losses(made, monkeypatch, capsys, (1., 0.9, 0.9, 0.8), 0.5)
     assert few.startswith("advice: 3 steps are too few to judge: held-out loss 0.8")
-    assert "compared" not in start and one.endswith("compared with no adapter -0.1000 (-0.1000 to -0.1000): better")
-    assert "no adapter -0.1000" in two and "since step 1 +0.0000" in two and "no adapter -0.2000" in three
+    assert start == "step 0: loss 1.0 without LoRA" and one == "step 1: better than without LoRA (loss 1.01 to 0.92)"
+    assert two == "step 2: better than without LoRA (loss 1.01 to 0.92); no clear change since step 1" and three == "step 3: better than without LoRA (loss 1.01 to 0.82); better since step 2"
     result = json.loads(next(Path(made()["train"]["output_dir"]).rglob("step_00000001/held_out.json")).read_text())
     assert len(result["losses"]) == len(result["exchanged"]) == 4
     start, *lines = run_with_losses(made, monkeypatch, capsys, (1., 1.5, 0.9, 1.4), 0.5, output_dir=str(Path(made()["train"]["output_dir"])/"b"))
     assert [l.startswith("advice: the learning rate is too high: ") for l in lines] == [False, True, False, False, True]
-    assert lines[3].count("better") == 0 and "since step 2 +0.5000 (+0.5000 to +0.5000): worse" in lines[3]
+    assert lines[3].count("better") == 0 and "worse since step 2" in lines[3]
 
 
 def test_a_run_says_that_the_control_images_make_no_difference(made, monkeypatch, capsys):
     lines = run_with_losses(made, monkeypatch, capsys, (1., 0.5, 0.4, 0.3), 0.)
     assert lines[1].startswith("advice: with the control images of other pairs the model's loss is no higher (1.00 times")
     assert lines[3].startswith("advice: cannot tell why the control images make little difference. Possible: ") and "sample_viewer" in lines[3]
-    assert lines[2].endswith("no adapter -0.5000 (-0.5000 to -0.5000): lower, but not by means of the control images")
+    assert lines[2] == "step 1: lower loss than without LoRA (1.01 to 0.52), but not by the control images"
     assert not any("better" in l for l in lines) and len(lines) == 8, "the tests are repeated while they fail"
     lines = run_with_losses(made, monkeypatch, capsys, (1., 0.9, 0.8, 0.7), (0.5, 0.1, 0.3, 0.4), output_dir=str(Path(made()["train"]["output_dir"])/"b"))
-    assert lines[1].endswith("not by means of the control images") and lines[2].startswith("advice: cannot tell why the control images make little difference")
-    assert lines[3].endswith("better") and "too few" in lines[4] and lines[5].endswith("better"), "more than half as much as before the first step is enough"
+    assert lines[1].endswith("but not by the control images") and lines[2].startswith("advice: cannot tell why the control images make little difference")
+    assert "better than without" in lines[3] and "too few" in lines[4] and "better than without" in lines[5], "more than half as much as before the first step is enough"
 
 
 def test_an_uncertain_use_of_the_control_images_is_news():
@@ -304,20 +327,20 @@ def test_a_run_says_how_far_its_images_are_from_their_targets(made, monkeypatch,
         Trainer(made(train=dict(eval_steps=1, max_train_steps=2, save_steps=1, eval_at_start=True) | kw, **quiet)).fit()
         return [l for l in capsys.readouterr().out.splitlines() if l.startswith(("step ", "advice: "))]
     start, one, two, news = lines((1., 0.9, 0.8))
-    assert start.endswith("; 2 edited images 30.0 grey levels from the target") and one.endswith(": better; 2 edited images 24.0 grey levels from the target, with no adapter 30.0")
-    assert "no adapter -0.2000 (-0.2000 to -0.2000): lower, but the images are not; since step 1" in two and "better" not in two
+    assert start == "step 0: loss 1.0 without LoRA; images 30 grey levels" and one.startswith("step 1: better than without LoRA (loss 1.0") and one.endswith("; images 30 to 24 grey levels")
+    assert "lower loss than without LoRA (1.01 to 0.82), but images worse, 30 to 35 grey levels (24 at step 1)" in two and "better" not in two
     assert news.startswith("advice: cannot tell why the edited images do not follow their targets")
     root = Path(made()["train"]["output_dir"])/"checkpoints"
     assert json.loads((root/"inference"/"step_00000001"/"held_out.json").read_text())["image_errors"] == dict(a=18., b=30.)
     with next(root.glob("logs/training_*.csv")).open() as f: assert [r["held_out_image_error"] for r in csv.DictReader(f)] == ["30.0", "24.0", "35.0"]
     three, news = lines((0.7,), max_train_steps=3, resume_checkpoint="latest")
-    assert three.endswith("40.0 grey levels from the target, with no adapter 30.0") and "do not follow their targets" in news
+    assert three.endswith("images worse, 30 to 40 grey levels (35 at step 2); lower since step 2") and "do not follow their targets" in news
 
 
 def test_a_resumed_run_still_compares_with_no_adapter(made, monkeypatch, capsys):
     first = run_with_losses(made, monkeypatch, capsys, (1., 0.5), 0.5, max_train_steps=1)
     then = run_with_losses(made, monkeypatch, capsys, (0.6, 0.7), (0.1, 0.5), resume_checkpoint="latest")
-    assert len(first) == 2 and ["no adapter -0.4000" in then[0], "since step 1 +0.1000" in then[0], "no adapter -0.3000" in then[2]] == [True] * 3
+    assert len(first) == 2 and ["than without LoRA (1.01 to 0.61)" in then[0], "worse since step 1" in then[0], "without LoRA (loss 1.01 to 0.71)" in then[2]] == [True] * 3
     assert "the control images make little difference" in then[1], "and with the control images' use before the first step"
 
 

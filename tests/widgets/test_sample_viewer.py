@@ -10,6 +10,7 @@ from PIL import Image
 
 from helpers import on_call, write_pairs
 from qie_nb.cache import EmbeddingCacheManager
+from qie_nb.config import make_config
 from qie_nb.core.cache_layers import FolderStore
 from qie_nb.core.display import VIEW
 from qie_nb.data.dataset import ImageDataset, loader
@@ -231,10 +232,54 @@ def test_failing_click_shows_a_message(pairs):
     assert "(3 of 3)" in c.page.value
     c.scan.click()
     assert "found 2 pairs of unusual size or shape: choose them in the list" in c.message.value and "cannot be told from the images alone" in c.message.value and view.filters()["near"] == 0
-    assert c.page.value.count("before (control)") == c.page.value.count("after (target)") == 3 and c.caption.layout.display == "none"
+    assert c.page.value.count(">before</figcaption>") == c.page.value.count(">after</figcaption>") == 3 and c.caption.layout.display == "none"
     assert all(w.layout.display != "none" for w in (c.back, c.on, c.scan, c.whole, c.filter))
     c.filter.value = "near"
     assert "no sample" in c.page.value and view.data()["id"] is None and (c.slider.max, c.slider.disabled) == (1, True)
+
+
+def test_a_pair_is_excluded_from_the_next_run_and_taken_back(pairs):
+    "Through the configuration that viewer and trainer share; nothing changes on disk."
+    config = make_config(dict(data=dict(dataset_path=str(pairs(((48, 32),) * 4)))))
+    view = sample_viewer(ImageDataset(config))
+    c = view.box and view.controls
+    c.on.click()
+    c.exclude.click()
+    assert config.data.exclude == ["0001"] and [s.id for s in ImageDataset(config).samples] == ["0000", "0002", "0003"]
+    assert "data.exclude: [&#x27;0001&#x27;]" in c.message.value and c.exclude.description == "include this pair again"
+    c.glance.value = True
+    assert c.page.value.count("<img") == 8 and c.page.value.count("(excluded)") == 1 and c.on.disabled and c.exclude.disabled and c.caption.layout.display == "none"
+    c.glance.value = False
+    c.exclude.click()
+    assert config.data.exclude == [] and "no pair is excluded" in c.message.value
+    config.data.exclude = ["0001", "nosuch"]
+    with pytest.raises(ValueError, match="`data.exclude` has 'nosuch', which no pair of the data set is called"): ImageDataset(config)
+
+
+def test_at_a_glance_goes_by_thirty(many):
+    view = sample_viewer(many)
+    view.glance = True
+    for first in (1, 31, 61):
+        page = view.page()
+        assert page.count("<img") == 60 and f"<br>{first}: " in page and f"<br>{first + 29}: " in page and f"<br>{first + 30}: " not in page
+        view.step()
+
+
+def test_both_sides_are_swapped_in_the_configuration_and_swapped_back(pairs, tmp_path):
+    root = pairs(((48, 32),) * 3)
+    config = make_config(dict(data=dict(dataset_path=str(root))))
+    view = sample_viewer(ImageDataset(config))
+    c = view.box and view.controls
+    before, after = view.dataset.samples[0].controls[0], view.dataset.samples[0].target
+    c.swap.click()
+    found = ImageDataset(config).samples[0]
+    assert (found.target, found.controls) == (before, (after,)) == (view.dataset.samples[0].target, view.dataset.samples[0].controls)
+    assert "data.target_dir: control_images" in c.message.value
+    c.swap.click()
+    assert view.dataset.samples[0].target == after and sorted(p.name for p in root.iterdir()) == ["control_images", "training_images"]
+    two = sample_viewer(ImageDataset(dict(dataset_path=str(write_pairs(tmp_path/"two", ((48, 32),) * 3, controls=2)))))
+    two.box and two.controls.swap.click()
+    assert "one image before and one after" in two.controls.message.value
 
 
 def test_samples_removed_while_browsing(pairs):

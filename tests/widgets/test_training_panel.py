@@ -61,6 +61,9 @@ def go(t, panel, steps, loss=0.5):
         panel.on_step_end(t)
 
 
+def panels_of(shown): return [s for s in shown if not s[2].get("text/plain", "").startswith("took: ")] # without the summaries of runs
+
+
 def trainer(root, folder, panel="auto", callbacks=(), **train):
     return QwenImageEditTrainer(settings(root, folder, train=train, logging=dict(panel=panel), cache=dict(cache_dir=str(root.parent/"cache"))), callbacks)
 
@@ -68,20 +71,22 @@ def trainer(root, folder, panel="auto", callbacks=(), **train):
 def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive, monkeypatch):
     root, panels, begin = pairs(), [], TrainingPanel.on_train_begin
     plain = trainer(root, tmp_path/"a", panel=False).fit()
-    assert not is_interactive
+    (_, _, summary), = is_interactive
+    assert summary["text/plain"].startswith("took: ") and VIEW not in summary
+    is_interactive.clear()
     monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panel in panels or panels.append(panel), begin(panel, t)))
     seen = trainer(root, tmp_path/"b", callbacks=[OnStep(lambda t: t.global_step == 4 and panels[0].button.click())]).fit()
     assert (seen.global_step, seen.state.stop) == (4, "the stop button") and (tmp_path/"b"/"checkpoints"/"step_00000004"/"COMPLETE").is_file()
     assert "<b>stopped: the stop button</b>, step 4 of 6, epoch 2 of 2" in panels[0].html() and "fit() continues from here" in panels[0].html()
     assert panels[0].button.disabled and panels[0].button.layout.display == "none"
-    (_, _, live), (_, mark, still), *updates = is_interactive
+    (_, _, live), (_, mark, still), *updates = panels_of(is_interactive)
     assert list(live) == [VIEW] and "text/html" in still and VIEW not in still and updates[-1][:2] == ("update_display", mark)
     seen.fit()
     assert seen.state.stop == "done"
     adapters_close(seen, plain)
     assert [s for s, _ in panels[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
-    last = is_interactive[-1][2]
-    assert "finished</b>, step 6 of 6, epoch 2 of 2" in last["text/html"] and "next: trainer.save_lora" in last["text/html"] and "training panel: step" in last["text/plain"]
+    last = panels_of(is_interactive)[-1][2]
+    assert "finished</b>, step 6 of 6, epoch 2 of 2" in last["text/html"] and "what comes next" in last["text/html"] and "training panel: step" in last["text/plain"]
 
 
 def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatch, capsys):
@@ -124,6 +129,35 @@ def test_the_advice_of_an_evaluation_is_shown_as_text(tmp_path):
     t.state.advice = f"set `optimizer.lr` to 0.005 {HOSTILE}"
     shown = panel.html()
     assert "advice:</b> set `optimizer.lr` to 0.005" in shown and "&lt;img src=x" in shown and "<img src=x" not in shown
+
+
+def test_an_evaluation_is_one_line_with_its_intervals_folded(tmp_path):
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    assert "<details" not in panel.html()
+    t.state.evaluated = f"step 50: better {HOSTILE}"
+    t.state.evaluations = [dict(step=0, loss=[0.6, 0.5, 0.72], ratio=None, image=68.), dict(step=50, loss=[0.19, None, None], ratio=[0.32, None, None], image=None)]
+    page = panel.html()
+    assert "<summary>step 50: better &lt;img" in page and "0.5000 to 0.7200" in page and "0.32" in page and "<img src=x" not in page and "None" not in page
+    assert "<details" not in panel.body(), "the headline is redrawn every second, which would fold it again"
+
+
+def test_the_slider_shows_the_images_of_earlier_evaluations(tmp_path, is_interactive):
+    import numpy as np
+    from PIL import Image
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    for step in (0, 10, 20):
+        Image.fromarray(np.full((32, 64, 3), 10 * step, np.uint8)).save(tmp_path/f"{step}.png")
+        t.state.global_step = t.global_step = step
+        t.state.eval_images = [EvalImage("a", "pair", tmp_path/f"{step}.png")]
+        panel.show_eval_images(t.state)
+        panel.draw()
+    assert list(panel.history.options) == [0, 10, 20] and panel.history.value == 20 and "after step 20" in panel.bottom.value
+    panel.history.value = 0
+    assert "before the first step" in panel.bottom.value and panel.data()["sampled"] == [0, 10, 20]
+    t.state.global_step = 30
+    panel.show_eval_images(t.state)
+    panel.draw()
+    assert panel.history.value == 0 and "before the first step" in panel.bottom.value, "a new evaluation does not move it"
 
 
 def test_long_run_stays_small(tmp_path):
@@ -229,8 +263,10 @@ def test_images_stand_between_control_and_target(tmp_path):
     t, panel = begun(tmp_path, TrainingPanel(every=0))
     t.state.eval_images = [EvalImage("a", "pair", tmp_path/"edit.jpg", shown), EvalImage("b", "own", tmp_path/"edit.jpg", shown[:1])]
     panel.on_train_begin(t) # again, after an evaluation before the first step
-    titles = re.findall("<figcaption[^>]*>([^<]*)", panel.gallery())
-    assert titles == ["control", "edit before the first step", "target", "control", "edit before the first step"]
+    titles = re.findall("font-weight:bold\">([^<]*)", panel.gallery())
+    assert titles == ["before", "edit before the first step", "after"], "once for all rows"
+    assert panel.gallery().count("<img") == 5 and "repeat(3, minmax(0, 1fr))" in panel.gallery() and panel.gallery().count("aspect-ratio:64/32") == 5
+    assert panel.gallery().count("edited with 12 steps, guidance 4") == 1
     assert panel.gallery().count("pair") == panel.gallery().count("own") == 1
 
 
