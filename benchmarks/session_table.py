@@ -161,7 +161,7 @@ def tables(where):
 
 def rate_table():
     "The rates that are assumed, once for both places."
-    from qie_nb.planning.cards import PUBLISHED
+    from qie_nb.planning.parts import PUBLISHED
     rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES["kaggle"]).items()]
     size = f"Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."
     return f"{size}\n\n{markdown(['rate', 'a second', 'source'], rows)}"
@@ -206,6 +206,13 @@ def few_steps():
     rows = [[edit, len(r["rows"]), f"{r['passes']['four']:.0f} and {r['passes']['twenty']:.0f}", f"{r['spearman']:.2f}"]
             for edit, r in json.loads((HERE/"results"/"few_steps.json").read_text())["results"].items()]
     return markdown(["edit", "checkpoints", "forward passes an image", "Spearman's coefficient of the two errors"], rows)
+
+def advice_of(runs, outcome, shown): # "4: rate too high"
+    """How many runs had this outcome, and what was named."""
+    found = [run for run in runs if run["outcome"] == outcome]
+    named = sorted({run["named"] for run in found} - {"", "cannot tell"}) if shown else []
+    return f"{len(found)}: {', '.join(named)}" if found and named else str(len(found) or "")
+
 
 def advice_table():
     """What evaluations name as the cause, for good runs and bad settings."""
