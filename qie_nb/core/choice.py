@@ -47,7 +47,7 @@ _LABELS = {
 }
 
 _SHORT = (("device", "dtype", "products", "quantize", "modulation", "compile", "processes"),
-          ("length", "held_out", "eval_interval", "hours")) # lines of a batch run
+          ("held_out", "eval_interval", "hours")) # lines of a batch run
 
 class TimeLimit(NamedTuple):
     "When a run stops by itself."

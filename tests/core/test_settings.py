@@ -11,7 +11,7 @@ from qie_nb.training.resume import changed_settings, diff_runs, settings_metadat
 
 FACTS = {"base", "data", "encoders", "dtype of the base", "model.quantize", "data.batch_size", BATCHES_PER_STEP}
 EVERYBODY = {"preset", "model.pretrained_model_name_or_path", "data.dataset_path", "data.prompt", "data.trigger_word",
-             "data.image_size", "model.lora.r", "train.max_train_steps", "optimizer.lr", "train.output_dir", "cache.cache_dir",
+             "data.image_size", "model.lora.r", "optimizer.lr", "train.output_dir", "cache.cache_dir",
              "train.resume_checkpoint"}
 
 

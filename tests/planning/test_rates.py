@@ -77,7 +77,7 @@ def test_a_gpu_without_kernels_is_refused(name):
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"), ("Tesla T4", "T4"), ("NVIDIA B200", "B200"),
     ("NVIDIA A100-SXM4-40GB", "A100 40"), ("NVIDIA A100 80GB PCIe", "A100 80"),
     ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3060 Ti", None), ("NVIDIA L40", None)])
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"), ("NVIDIA L40", None)])
 def test_the_name_of_a_driver(name, known):
     assert known_gpu_name(name) == known
 
