@@ -135,5 +135,5 @@ def test_bad_input_is_one_sentence(pairs, tmp_path, temporary, capsys):
         with pytest.raises(ValueError, match=f"`{next(iter(kw))}` must be a whole number from 1 to"): overfit_check(QwenImageEditTrainer(settings(pairs(), tmp_path)), **kw)
     with pytest.raises(ValueError, match="`trainer` must be a QwenImageEditTrainer, got {'data'"): overfit_check(dict(data=1))
     for args, said in ((["check", "--overfit"], "`check` needs a configuration"),
-                       (["check", "--overfit", f"data.dataset_path={tmp_path/'none'}"], "none"), (["check", "--overfit", "preset=tiny", f"data.dataset_path={pairs()}", "--steps", "0"], "`steps` must be")):
+                       (["check", "--overfit", f"data.dataset_path={tmp_path/'none'}"], "none"), (["check", "--overfit", "preset=tiny", f"data.dataset_path={pairs()}", "--steps", "0"], "`--steps` must be")):
         assert main(args) == 2 and said in (error := capsys.readouterr().err) and error.count("\n") == 1 and error.startswith("qie-nb check: ")

@@ -19,7 +19,7 @@ SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_a
 @pytest.mark.parametrize("names, gpu", [
     (("T4", "Tesla T4", "nvidia t4"), GPUS["T4"]), (("2xT4", "T4 x2"), replace(GPUS["T4"], count=2)), (("A100", "A100 40GB", "NVIDIA A100-SXM4-40GB"), GPUS["A100 40"]),
     (("2 x NVIDIA A100-SXM4-80GB",), replace(GPUS["A100 80"], count=2)), (("H100 80GB", "NVIDIA H100 80GB HBM3"), GPUS["H100"]), (("5090",), GPUS["RTX 5090"]),
-    (("RTX 2070 8GB x4",), Gpu("RTX 2070 8GB x4", 8 * 10**9, False, 4)), ((24, "24 GB"), Gpu("24 GB", 24 * 10**9)),
+    (("RTX 2070 8GB x4",), replace(GPUS["RTX 2070"], count=4)), ((24, "24 GB"), Gpu("24 GB", 24 * 10**9)),
     (("NVIDIA L40S 48 GB", "L40S"), GPUS["L40S"]), (("RTX 2080 Ti 11GB",), GPUS["RTX 2080 Ti"])])
 def test_gpus_by_name(names, gpu):
     assert [parse_gpu(n) for n in names] == [gpu] * len(names)

@@ -734,6 +734,7 @@ def other_decisions(folder) -> dict:
 
 
 ANOTHER = { # values of settings for which `another_value` finds none that is accepted
+    "data.exclude": ["0001"],
     "preset": "tiny", "model.revision": "main", "model.variant": "2509",
     "model.pretrained_model_name_or_path": "copy", "model.quantize": "qint8",
     "model.text_encoder_quantize": "qint8", "model.modulation_table_steps": [4],
