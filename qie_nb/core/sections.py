@@ -178,8 +178,7 @@ class DataSection(Section):
     caption_dropout_rate: Real = setting(0.1, "fraction of samples trained on the empty prompt",
         on_resume="must match", needed_by="many", on_card=True, ge=0, le=1)
     edit_mask: Literal["none", "auto"] = setting("none",
-        "loss weights of pairs without a mask image: auto takes them from what changes in the "
-        "pair",
+        "loss weights of pairs without a mask image: auto takes them from what changes in the pair",
         on_resume="must match", on_card=True)
     batch_size: Positive = setting(1, "samples per batch and process",
         on_resume="must match", needed_by="many", on_card=True, compared_as="data.batch_size",

@@ -290,8 +290,7 @@ def find_samples(
         raise ValueError("`data.dataset_path` is not set; set it to the folder of your pairs")
     if not isinstance(path, (str, Path)):
         raise ValueError(f"`data.dataset_path` is of type {type(path).__name__}; it must be a "
-                         "folder, a "
-                         "table or a datasets.Dataset")
+                         "folder, a table or a datasets.Dataset")
     with listed_once():
         found = _read(path, request)
     return _samples(found, prompt, trigger_word)
@@ -331,13 +330,10 @@ def _check_shape(mask, size): # (width, height) of its target
     (w, h), (tw, th) = cached_size(mask), size
     if abs(w * th - h * tw) > max(tw, th): # more than a side rounded to a pixel
         raise ValueError(f"mask {source_name(mask)} is {w}x{h}, another shape than its target of "
-                         f"{tw}x{th}; "
-                         f"crop it alike or remove it")
+                         f"{tw}x{th}; crop it alike or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea301
-def _reasons(
-    skipped:list, # (sample id, reason)
-) -> str:
+def _reasons(skipped:list) -> str: # of (sample id, reason)
     "The first of them, or one of each kind."
     kinds = counted_reasons(skipped)
     return f"the first: {skipped[0][1]}" if len(kinds) == 1 else "; ".join(kinds)
@@ -392,8 +388,7 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() > 1: return out
-    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or "
-                     "remove it")
+    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 ONE_IMAGE = "one control image" # the share of a small data set
@@ -406,9 +401,7 @@ def _first_images(samples) -> list: # digest of each first control; a target wit
     return [d or of.get(t, t) for t, d in zip(targets, first)]
 
 # %% ../../nbs/data/03_samples.ipynb #9cc90f06
-def control_images(
-    samples:list, # of `Sample`
-) -> int:
+def control_images(samples:list) -> int: # `Sample`s
     "The number of different first control images."
     return len({d for s, d in zip(samples, _first_images(samples)) if s.controls})
 

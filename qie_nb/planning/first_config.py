@@ -87,7 +87,8 @@ def _sides_text(twins:Twins|None) -> str: # lines of the file, or ""
     "The folders of the two sides, where their names do not tell them."
     if twins is None:
         return ""
-    before, after = (json.dumps(name, ensure_ascii=False) for name in (twins.before, twins.after))
+    before = json.dumps(twins.before, ensure_ascii=False)
+    after = json.dumps(twins.after, ensure_ascii=False)
     return (f"  control_dir: {before} # before the edit: a guess, look at the pairs\n"
             f"  target_dir: {after} # after it; exchange the two if it is the other way round\n")
 
