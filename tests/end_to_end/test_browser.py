@@ -228,7 +228,7 @@ def test_stop_button_saves_and_fit_continues(opened, browser, lab, tmp_path):
     page = opened("panel", [TRAIN.format(hostile=HOSTILE), FIT, ON]).kernel().run_all(wait=False)
     button = page.page.locator(STOPS)
     button.wait_for()
-    page.page.locator("figure:has-text('edit after step')").first.wait_for() # an evaluation's images
+    page.page.get_by_text("edit after step").first.wait_for() # an evaluation's images
     curve, at = page.page.locator("svg polyline").first.get_attribute("points"), steps_shown(page)
     page.page.wait_for_function("was => document.querySelector('svg polyline').getAttribute('points') !== was", arg=curve)
     assert steps_shown(page) > at

@@ -552,7 +552,7 @@ def test_one_pair_of_ten_is_held_out(n, changes, held, tmp_path):
     dataset = t.make_loader().dataset
     assert len(t.held_out or ()) == held and len(dataset) == n - held
     assert not {s.id for s in dataset.samples} & {s.id for s in (t.held_out.samples if held else ())}
-    assert t.checkpoints.make_fingerprint(t.make_loader())["settings"]["train.val_fraction"] == changes.get("val_fraction", "auto" if held else 0.)
+    assert t.checkpoints.make_fingerprint(t.make_loader())["settings"]["train.val_fraction"] == changes.get("val_fraction", held)
 
 
 def test_a_run_on_all_pairs_keeps_them_in_every_session(pairs, tmp_path):
