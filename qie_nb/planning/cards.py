@@ -12,6 +12,7 @@ import math, re
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import yaml
@@ -212,7 +213,10 @@ def summary_of_run(
     model = facts.model or named_model(facts.config)
     gpu = facts.machine.gpu(plan.device.value)
     n = facts.machine.world or plan.processes.value
-    q = replace(step_query(facts.config, model, plan), processes=n)
+    try:
+        q = replace(step_query(facts.config, model, plan), processes=n)
+    except NotImplementedError: # a variant without figures for a plan: no time is known
+        q, gpu = SimpleNamespace(devices=1, processes=n), None
     return run_summary(q, facts.config, length, pairs, held_out, gpu.name if gpu else "", batches)
 
 def pairs_of(config:Config) -> int:
