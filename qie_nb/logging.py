@@ -359,7 +359,7 @@ def files_of(t:"QwenImageEditTrainer") -> dict: # {what: path}, of those that ex
 NEXT = dict(
     notebook=("compare_validation(trainer) shows what the LoRA does to held-out pairs; trainer.save_lora('lora') "
               "writes its file"),
-    shell="qie-nb predict --lora {lora} --image photo.jpg --prompt '...'",
+    command="qie-nb predict --lora {lora} --image photo.jpg --prompt '...'",
     stopped="fit() continues from here; in a shell the same command with --resume latest")
 
 class RunSummary(Display):
@@ -373,7 +373,7 @@ class RunSummary(Display):
         self.files = files_of(t)
         lora = self.files.get("best LoRA") or self.files.get("LoRA") or "LORA"
         seen_in_notebook = kernel() is not None or getattr(t, "reporter", None) is not None
-        way = "notebook" if seen_in_notebook else "shell"
+        way = "notebook" if seen_in_notebook else "command"
         then = NEXT[way if s.stop == "done" else "stopped"].format(lora=lora)
         rows = dict(took=f"{short_time(seconds)} for {steps} steps, {s.global_step} in total", memory=peak_memory(t),
                     best=best_text(t))

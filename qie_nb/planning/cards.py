@@ -198,8 +198,9 @@ def run_summary(
     steps = length.steps_of(per_step, per_epoch)
     samples = length.samples or steps * per_step
     count = max(q.devices, q.processes) if gpu else 0
+    seconds = run_seconds(q, gpu, samples) if gpu else None
     return RunSummary(steps, samples, data.batch_size, train.gradient_accumulation_steps, count,
-                      known_gpu_name(gpu) or "", run_seconds(q, gpu, samples), held_out, pairs)
+                      known_gpu_name(gpu) or "", seconds, held_out, pairs)
 
 def summary_of_run(
     plan:Plan,

@@ -603,7 +603,7 @@ def test_live_and_static_forms(pairs):
     both = sample_viewer(ds), cache_status(ds)
     for shown in both: assert live(shown) == [shown._page.model_id] and shown.box in shown._page.children
     assert live(pair_grid(ds)) == [], "a grid has no controls"
-    both_versions = {"HTML", "Button", "Textarea", "IntSlider", "Text", "Dropdown", "Checkbox", "VBox", "HBox"} # of ipywidgets
+    both_versions = {"HTML", "Button", "Textarea", "IntSlider", "Text", "Dropdown", "Checkbox", "ToggleButton", "VBox", "HBox"} # of ipywidgets
     assert {type(w).__name__ for shown in both for w in widgets_in(shown.box)} <= both_versions
     static = both[0].html()
     assert static.count("<figure") == 8 and "and 2 more" in static and "pair_grid(dataset" in static
