@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
 OURS = {"TRIAL = True": "TRIAL = False", 'preset="t4x2",': "", '2511")': '2511", quantize="nf4")', '"/kaggle/input/my-pairs"': 'make_pairs(env.temp/"pairs", "duotone", 48)',
         "image_size=512": "image_size=[512, 512], control_area=512 * 512, batch_size=4"}
-WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(max": "train=dict(blocks_to_swap=True, max"}
+WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(eval": "train=dict(blocks_to_swap=True, eval"}
 
 # fakes.py in the kernel: `machine` sets everything, so it takes back what the last fault had set
 FAKES = r'''
@@ -80,7 +80,7 @@ open(f"{old}/RECORD", "a").write("torchao/__init__.py,,\\n")
 
 T4 = ("Tesla T4", 15_800_000_000, (7, 5), False) # name, bytes, sm, has it bfloat16?
 P100 = ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
-IN_BF16 = OURS | {"train=dict(max": 'train=dict(mixed_precision="bf16", max'}
+IN_BF16 = OURS | {"train=dict(eval": 'train=dict(mixed_precision="bf16", eval'}
 REMEDY = OURS | {"env = detect_environment()": "import os\nexec(line)\nenv = detect_environment()"}
 
 # name: (changes of the second cell, what `machine` sets)
