@@ -217,7 +217,8 @@ def summary_of_run(
     try:
         q = replace(step_query(facts.config, model, plan), processes=n)
     except NotImplementedError: # a variant without figures for a plan: no time is known
-        q, gpu = SimpleNamespace(devices=1, processes=n), None
+        q = SimpleNamespace(devices=1, processes=n)
+        gpu = None
     return run_summary(q, facts.config, length, pairs, held_out, gpu.name if gpu else "", batches)
 
 def pairs_of(config:Config) -> int:
