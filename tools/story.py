@@ -75,7 +75,7 @@ def trained(work:Path, pairs:Path, **train): # `QwenImageEditTrainer` after its 
     "A run with the tiny preset."
     trainer = QwenImageEditTrainer(dict(
         preset="tiny", data=dict(dataset_path=str(pairs)), cache=dict(cache_dir=str(work/"cache")),
-        train=dict(output_dir=str(work), keep_checkpoints=9, val_fraction=HELD_OUT / PAIRS + 0.001) | train,
+        train=dict(output_dir=str(work), keep_checkpoints=9) | train, # five of thirty pairs are held out
         logging=dict(log_dir=str(work/"runs"), panel=False)))
     trainer.cache_embeddings()
     return trainer.fit()
@@ -107,7 +107,7 @@ def show_training(trainer, work:Path, seconds:float):
     shown = compare_edits(trainer, photographs, EDIT.instruction, checkpoints=["base", *folders],
                           targets=[EDIT(p) for p in photographs], height=96, width=96, **SAMPLING)
     rows = [[p, *images, EDIT(p)] for p, images in zip(photographs, shown.images)]
-    write_image("steps", rows, ["before", "without LoRA", *(f"step {n}" for n in steps), "true edit"])
+    write_image("steps", rows, ["before", "without LoRA", *(f"step {n}" for n in steps), "after"])
     errors = mean_errors(shown.images, photographs)
     cells = " | ".join(f"{e:.0f}" for e in errors)
     table = "| | without LoRA | step 50 | step 100 | step 150 |\n|---|---|---|---|---|\n"

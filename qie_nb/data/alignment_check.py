@@ -86,13 +86,25 @@ def data(self:CheckedPair) -> dict: # rounded to less than the errors
     return dict(id=self.id) | {k: None if (v := getattr(self.alignment, k)) is None else round(v, n)
                                for k, n in digits.items()}
 
+def _signed(value:float) -> str:
+    "To a tenth, and never -0.0."
+    return f"{round(value, 1) + 0.:+.1f}"
+
+def _percent(factor:float|None) -> str:
+    "How much larger a side is."
+    return "?" if factor is None else f"{_signed(100 * (factor - 1))}%"
+
 @patch
 def __str__(self:CheckedPair):
-    dx, dy, sx, sy, turn, _ = self.alignment
-    parts = [f"{dx:+.1f} px right, {dy:+.1f} px down"] * ("shifted" in self.misfits)
+    found = self.alignment
+    parts = []
+    if "shifted" in self.misfits:
+        parts.append(f"{_signed(found.dx)} px right, {_signed(found.dy)} px down")
     if "zoomed" in self.misfits:
-        parts.append("zoom " + " x ".join("?" if s is None else f"{s - 1:+.1%}" for s in (sx, sy)))
-    return ", ".join(parts + [f"turned by {turn:+.1f} degrees"] * ("turned" in self.misfits))
+        parts.append(f"zoom {_percent(found.sx)} x {_percent(found.sy)}")
+    if "turned" in self.misfits:
+        parts.append(f"turned by {_signed(found.rotation)} degrees")
+    return ", ".join(parts)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #3646927c
 def _counts(pairs) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"

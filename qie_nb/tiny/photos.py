@@ -257,9 +257,9 @@ def squares(side:int=96) -> list: # PIL images
     resize = lambda p: p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size)))
     return list(map(resize, photos("held_out")))
 
-def images_figure(rows, title:str, first:str="photograph", size=2.2): # matplotlib Figure
+def images_figure(rows, title:str, size=2.2): # matplotlib Figure
     from qie_nb.predict import grid
-    fig = grid(list(rows), [first, "model alone", "with your LoRA", "true edit"], size)
+    fig = grid(list(rows), ["before", "without LoRA", "with your LoRA", "after"], size)
     fig.suptitle(title, fontsize=10)
     return fig
 
@@ -271,5 +271,5 @@ def _figures(out, held, before, after, true, metrics, rows:int=4):
     cells = [[open_image(held.samples[i].controls[0]), before[i], after[i], true[i]] for i in pick]
     title = (f"“{metrics['edit']}”: {metrics['steps']} steps, error {metrics['error_before']:.0f} → "
              f"{metrics['error_after']:.0f} grey levels on held-out photographs")
-    images_figure(cells, title, "control", 1.9).savefig(out/"crops.png", dpi=120)
+    images_figure(cells, title, 1.9).savefig(out/"crops.png", dpi=120)
     loss_figure(out).savefig(out/"loss.png", dpi=110)

@@ -220,6 +220,7 @@ def test_words_of_the_report():
     report = alignment_check.AlignmentReport(pairs)
     assert report.summary() == "1 of 3 pairs is shifted by more than 2 px, 2 are zoomed by about 1.5 %, 1 is turned by more than 0.3 degrees"
     assert str(pairs[1]) == "+2.5 px right, +0.0 px down, zoom -1.5% x ?, turned by +0.5 degrees"
+    assert str(CheckedPair("d", Alignment(6, -0.02, 1, 1, 0, 0))) == "+6.0 px right, +0.0 px down", "never -0.0"
     assert alignment_check.AlignmentReport(pairs[2:]).summary() == "1 of 1 pairs fit" and displacement(Alignment(3, 4, 1, 1, 0), (9, 9)) == pytest.approx(5)
 
 
