@@ -149,7 +149,8 @@ def test_an_evaluation_is_one_line_with_its_intervals_folded(tmp_path):
     assert "0.32" in page
     assert "<img src=x" not in page
     assert "None" not in page
-    assert "<details" not in panel.body(), "the headline is redrawn every second, which would fold it again"
+    assert "<details" not in panel.body(), (
+        "the headline is redrawn every second, which would fold it again")
 
 
 def test_the_slider_shows_the_images_of_earlier_evaluations(tmp_path, is_interactive):
