@@ -318,10 +318,13 @@ def run(s:Setting, seed:int, cache:Path, first:dict) -> dict:
         QwenImageEditTrainer(config).cache_embeddings()
         trainer = QwenImageEditTrainer(config, callbacks=[record])
         trainer.fit()
-        return dict(setting=s.name, cause=s.cause, seed=seed, edit=s.edit or COLOURS[seed % len(COLOURS)], facts=s._asdict(),
-                    loss=record.loss, grad_norm=record.norm, lr=record.rate, strengths=record.strengths,
-                    max_grad_norm=trainer.config.train.max_grad_norm, skipped=trainer.state.skipped,
-                    evaluations=record.evaluations)
+        config = trainer.config.train
+        edit = s.edit or COLOURS[seed % len(COLOURS)]
+        return dict(
+            setting=s.name, cause=s.cause, seed=seed, edit=edit, facts=s._asdict(),
+            loss=record.loss, grad_norm=record.norm, lr=record.rate, strengths=record.strengths,
+            max_grad_norm=config.max_grad_norm, skipped=trainer.state.skipped,
+            evaluations=record.evaluations)
 
 
 # --- what the table of causes says of them
@@ -390,7 +393,9 @@ def recorded(measures:dict): # `Measures`
 
 
 def line_of(measures) -> str: # `Measures`
-    """The line that an evaluation prints of a recorded run. Its losses are relative: those without LoRA are 1."""
+    """The line that an evaluation prints of a recorded run.
+
+    Its losses are relative: those without LoRA are 1."""
     from qie_nb.evaluation.compare import Evaluation
     from qie_nb.evaluation.validation_loss import LossChange
     found = measures.held_out

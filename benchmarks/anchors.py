@@ -1,7 +1,8 @@
-"""Times of training steps that others published, beside those that the planner computes: what its rates rest on.
+"""Times of training steps that others published, beside those that the planner computes.
 
-`benchmarks/session_table.py` puts the table into docs/measured/speed.md. Each case has the shapes of the published run, as far
-as they are known; FLUX.1-dev is written as a Qwen transformer of the same width and about the same number of layers."""
+Its rates rest on them. `benchmarks/session_table.py` puts the table into docs/measured/speed.md.
+Each case has the shapes of the published run, as far as they are known; FLUX.1-dev is written as
+a Qwen transformer of the same width and about the same number of layers."""
 from dataclasses import dataclass, field
 
 from table import markdown

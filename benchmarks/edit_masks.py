@@ -1,9 +1,13 @@
-"""Does `data.edit_mask: auto` help? Three local and three global edits, trained with and without it, on the learnt tiny model.
+"""Does `data.edit_mask: auto` help? Edits, trained with and without it, on the learnt tiny model.
 
-`python benchmarks/edit_masks.py` trains each edit with five seeds for 60 steps in each mode (`--modes none auto auto_half` for another floor), edits held-out crops, and writes results/edit_masks.json;
-`python benchmarks/session_table.py --write` puts the table into docs/measured/data.md. Error: root mean square difference in grey levels between the edited image and
-the true edit seen through the VAE, inside the region that the edit changes and outside of it; the region comes from how the pairs were made. All modes of a seed
-have the same pairs, order, noise and number of steps, so their difference is paired. The spread is over the training seeds.
+`python benchmarks/edit_masks.py` trains each of three local and three global edits with five
+seeds for 60 steps in each mode (`--modes none auto auto_half` for another floor), edits held-out
+crops, and writes results/edit_masks.json; `python benchmarks/session_table.py --write` puts the
+table into docs/measured/data.md. Error: root mean square difference in grey levels between the
+edited image and the true edit seen through the VAE, inside the region that the edit changes and
+outside of it; the region comes from how the pairs were made. All modes of a seed have the same
+pairs, order, noise and number of steps, so their difference is paired. The spread is over the
+training seeds.
 """
 import argparse, json, shutil, sys, tempfile, time
 from datetime import datetime, timezone

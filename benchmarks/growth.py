@@ -1,9 +1,11 @@
-"""What grows with the number of samples: files, bytes, start-up, memory, the look through the cache, an epoch's order, a step, packing.
+"""What grows with the number of samples.
 
-`python benchmarks/growth.py` measures 100 to 100,000 samples, extrapolates to a million and writes results/growth.json; `python
-benchmarks/session_table.py --write` puts the table into docs/measured/growth.md. Samples are made up: pairs of 16 x 16 PNG files, a caption file each,
-and entries with tiny tensors and full headers, as `precompute` lays them out. Every figure is from a process of its own. Name numbers of
-samples to measure only those; the others stay in the file.
+That is files, bytes, start-up, memory, the look through the cache, an epoch's order, a step and
+packing. `python benchmarks/growth.py` measures 100 to 100,000 samples, extrapolates to a million
+and writes results/growth.json; `python benchmarks/session_table.py --write` puts the table into
+docs/measured/growth.md. Samples are made up: pairs of 16 x 16 PNG files, a caption file each, and
+entries with tiny tensors and full headers, as `precompute` lays them out. Every figure is from a
+process of its own. Name numbers of samples to measure only those; the others stay in the file.
 """
 import argparse, gc, json, math, os, platform, shutil, struct, subprocess, sys, tempfile, threading, time, tracemalloc, zlib
 from datetime import datetime, timezone

@@ -118,22 +118,34 @@ def times(where):
     hours, rows = SITES[where].hours, []
     for side, products, p, disk, phases in cases(where):
         kept = sum(disk.bytes(group) for group in ("cache", "checkpoints", "logs"))
-        rows.append([f"{side} x {side}", products, *map(duration, phases.values()), duration(sum(phases.values())), sessions(phases, hours),
-                     gb(p.shown.total), gb(kept)])
+        together = sum(phases.values())
+        rows.append([
+            f"{side} x {side}", products, *map(duration, phases.values()), duration(together),
+            sessions(phases, hours), gb(p.shown.total), gb(kept),
+        ])
     head = ["control images", "precision", "download", "quantize", "precompute",
-            f"{samples_for(PAIRS)} samples", "before and after", "total", f"sessions of {hours:g} h", "GB on a GPU",
-            "GB of kept disk"]
+            f"{samples_for(PAIRS)} samples", "before and after", "total",
+            f"sessions of {hours:g} h", "GB on a GPU", "GB of kept disk"]
     return markdown(head, rows)
 
 
 def session_times(where):
     "The phases of what a notebook does, for the place's own page."
     columns = {side: case(where, side, "float16")[2] for side in AREAS}
-    names = dict(download="download the model", quantize="read and quantize it", precompute="precompute",
-                 train=f"train on {samples_for(PAIRS)} samples", save="edits before and after")
-    rows = [[name, *(duration(phases[key]) for phases in columns.values())] for key, name in names.items()]
+    names = dict(
+        download="download the model",
+        quantize="read and quantize it",
+        precompute="precompute",
+        train=f"train on {samples_for(PAIRS)} samples",
+        save="edits before and after",
+    )
+    rows = []
+    for key, name in names.items():
+        rows.append([name, *(duration(phases[key]) for phases in columns.values())])
     rows.append(["together", *(duration(sum(phases.values())) for phases in columns.values())])
-    return markdown([f"{PAIRS} pairs at {SIDE} x {SIDE}", *(f"before images of {side} x {side}" for side in AREAS)], rows)
+    head = [f"{PAIRS} pairs at {SIDE} x {SIDE}"]
+    head += [f"before images of {side} x {side}" for side in AREAS]
+    return markdown(head, rows)
 
 
 def verdicts(where):
@@ -145,17 +157,25 @@ def verdicts(where):
     q = case(where, AREAS[0], "float32")[0].shown.query
     table = table_bytes(make_config(None), q)
     for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
-        size = copy_bytes(replace(q, quantization=kind)) + table + (sum(TEXT_4BIT) + PUBLISHED["vae"]) * encoders
-        what = "the text encoder in nf4 and the VAE" if encoders else "no encoders"
-        out.append(f"- A prequantized {kind} copy with its modulation table ({gb(table)} GB) and {what} is {gb(size)} GB: it {'fits' if size <= site.output else 'does not fit'} into {gb(site.output)} GB.")
+        size = copy_bytes(replace(q, quantization=kind)) + table
+        what = "no encoders"
+        if encoders:
+            size += sum(TEXT_4BIT) + PUBLISHED["vae"]
+            what = "the text encoder in nf4 and the VAE"
+        fits = "fits" if size <= site.output else "does not fit"
+        copy = f"A prequantized {kind} copy with its modulation table ({gb(table)} GB) and {what}"
+        out.append(f"- {copy} is {gb(size)} GB: it {fits} into {gb(site.output)} GB.")
     return "\n".join(out)
 
 
 def tables(where):
     "What a place needs, with the limits that it has."
     gpu, site = case(where, AREAS[0], "float32")[0].gpu, SITES[where]
-    about = f"{PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, no evaluation, the model downloaded whole. "
-    about += f"A GPU has {gb(gpu.bytes)} GB, {gb(0.93 * gpu.bytes)} of them usable; {gb(site.output)} GB of disk are kept."
+    usable = 0.93 * gpu.bytes
+    about = (f"{PAIRS} pairs at {SIDE} x {SIDE}, model 2511, rank 16 on attention, batch 1, "
+             "no evaluation, the model downloaded whole. "
+             f"A GPU has {gb(gpu.bytes)} GB, {gb(usable)} of them usable; "
+             f"{gb(site.output)} GB of disk are kept.")
     return "\n\n".join([times(where), about, verdicts(where)])
 
 
@@ -163,14 +183,17 @@ def rate_table():
     "The rates that are assumed, once for both places."
     from qie_nb.planning.parts import PUBLISHED
     rows = [[n, f"{v:.3g}", why] for n, (v, why) in rates(SITES["kaggle"]).items()]
-    size = f"Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; its largest file is `{LARGEST[0]}` with {LARGEST[1] / 1e9:.2f} GB."
+    name, largest = LARGEST
+    size = (f"Downloaded whole, the model is {gb(sum(PUBLISHED.values()))} GB; "
+            f"its largest file is `{name}` with {largest / 1e9:.2f} GB.")
     return f"{size}\n\n{markdown(['rate', 'a second', 'source'], rows)}"
 
 def recipe_row(pairs):
     "Pairs, samples, held-out pairs, and the times of training on Kaggle."
     from qie_nb.core.presets import first_run
     run = first_run(pairs)
-    return [pairs, run.samples, run.held_out, *(duration(case("kaggle", SIDE, products, pairs)[2]["train"]) for products in PRODUCTS)]
+    seconds = [case("kaggle", SIDE, products, pairs)[2]["train"] for products in PRODUCTS]
+    return [pairs, run.samples, run.held_out, *map(duration, seconds)]
 
 def recipe_times():
     head = ["pairs", "samples", "held-out pairs", "float32", "scaled float16"]
@@ -180,8 +203,13 @@ KINDS = dict(duotone="colours", sepia="colours", rotate="colours", square="a pla
 
 def ranking():
     "How each measure ranks the checkpoints of the tiny model, compared with their pixel errors."
-    results, head = json.loads((HERE/"results"/"held_out.json").read_text())["results"], ["edit", "changes", "checkpoints with gaps above seed noise"]
-    measures = dict(held_out_loss="held-out loss", image_error_2="image error of two pairs", training_loss="mean training loss")
+    results = json.loads((HERE/"results"/"held_out.json").read_text())["results"]
+    head = ["edit", "changes", "checkpoints with gaps above seed noise"]
+    measures = dict(
+        held_out_loss="held-out loss",
+        image_error_2="image error of two pairs",
+        training_loss="mean training loss",
+    )
     rows = []
     for edit, kind in KINDS.items():
         r = results[edit]
@@ -226,10 +254,12 @@ def advice_table():
         right = advice_of(own, "right", False) if cause else silent
         unsure = advice_of(own, "cannot tell", False)
         wrong = advice_of(own, "wrong" if cause else "false alarm", True)
-        rows.append([setting, cause or "nothing", len(seeds), right, unsure, silent if cause else "", wrong,
-                     lower or ""])
-    head = ["setting", "what is wrong", "seeds", "right", "cannot tell", "silent", "wrong or false alarm",
-            "not called *better*"]
+        rows.append([
+            setting, cause or "nothing", len(seeds), right, unsure,
+            silent if cause else "", wrong, lower or "",
+        ])
+    head = ["setting", "what is wrong", "seeds", "right", "cannot tell",
+            "silent", "wrong or false alarm", "not called *better*"]
     return markdown(head, rows)
 
 
@@ -242,8 +272,15 @@ def drift_columns():
     return markdown([*head, *(f"`{c}`" for c in shown)], [[kind, done[kind], *(cell(r[kind][c], n) for c, n in shown.items())] for kind in done])
 
 def drift_training():
-    "Drift of the tiny model after training on pairs as they are, shifted, and aligned again; the median of each seed, then mean and range over the seeds."
-    runs, names = json.loads((HERE/"results"/"drift.json").read_text())["runs"], dict(shifted="targets 3 px to the right", aligned="the same after `align_pairs`", right="as they are")
+    """Drift of the tiny model after training on pairs as they are, shifted, and aligned again.
+
+    The median of each seed, then mean and range over the seeds."""
+    runs = json.loads((HERE/"results"/"drift.json").read_text())["runs"]
+    names = dict(
+        shifted="targets 3 px to the right",
+        aligned="the same after `align_pairs`",
+        right="as they are",
+    )
     def over_seeds(arm, of): # of: function of a run's rows
         v = [statistics.median(x) for r in runs if r["arm"] == arm and (x := list(of(r["rows"])))]
         return f"{statistics.mean(v):.2f} ({min(v):.2f} to {max(v):.2f})"
@@ -286,40 +323,54 @@ def growth():
                 "-" if get("warm", "calls") is None else f"{get('warm', 'calls'):,.0f}"]
     for n, r in sorted(held["results"].items(), key=lambda x: int(x[0])): rows.append(row(int(n), r)); last = r
     rows.append(row(10**6, last, 10**6 / last["samples"]))
-    head = ["samples", "files of the data set", "entries", "open, CPU s", "open, s", "open, MB", "look through the cache, s", "order of an epoch, s", "calls of a step"]
-    return markdown(head, rows) + f"\n\n{held['device']}, load average {held['load_average']:.0f}, Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}. Opened in a new process that knows the files (median of {last['warm_open']['open_s']['runs']} to 3 runs); -: not measured."
+    head = ["samples", "files of the data set", "entries", "open, CPU s", "open, s", "open, MB",
+            "look through the cache, s", "order of an epoch, s", "calls of a step"]
+    where = (f"{held['device']}, load average {held['load_average']:.0f}, "
+             f"Python {held['python']}, torch {held['versions']['torch']}, {held['date'][:10]}.")
+    opened = ("Opened in a new process that knows the files (median of "
+              f"{last['warm_open']['open_s']['runs']} to 3 runs); -: not measured.")
+    return f"{markdown(head, rows)}\n\n{where} {opened}"
 
 
 LINES = 20 # of recorded runs
 
 
 def evaluation_lines():
-    "What the last evaluation of recorded runs prints, one run of each setting and one more of the first."
+    """What the last evaluation of recorded runs prints.
+
+    One run of each setting, and one more of the first."""
     from advice_trials import line_of, recorded
     runs = json.loads((HERE/"results"/"advice.json").read_text())["runs"]
     first = {run["setting"]: run for run in reversed(runs)}
     chosen = [*first.values(), *(run for run in runs if run is not first[run["setting"]])][:LINES]
     chosen.sort(key=runs.index)
-    rows = [[run["setting"], run["cause"] or "nothing", f"`{line_of(recorded(run['measures']))}`"] for run in chosen]
+    rows = []
+    for run in chosen:
+        line = line_of(recorded(run["measures"]))
+        rows.append([run["setting"], run["cause"] or "nothing", f"`{line}`"])
     return markdown(["setting", "what is wrong", "line"], rows)
 
 
-PARTS = {("measured/evaluation_lines", "lines: made by benchmarks/session_table.py from benchmarks/results/advice.json"): evaluation_lines,
-         ("kaggle", "session: made by benchmarks/session_table.py for kaggle"): lambda: session_times("kaggle"),
-         ("colab", "session: made by benchmarks/session_table.py for colab"): lambda: session_times("colab"),
-         ("measured/sessions", "kaggle: made by benchmarks/session_table.py"): lambda: tables("kaggle"),
-         ("measured/sessions", "colab: made by benchmarks/session_table.py"): lambda: tables("colab"),
-         ("measured/sessions", "rates: made by benchmarks/session_table.py"): rate_table,
-         ("measured/speed", "anchors: made by benchmarks/session_table.py from benchmarks/anchors.py"): anchor_table,
-         ("recipes", "recipes: made by benchmarks/session_table.py"): recipe_times,
-         ("measured/recipes", "validation: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): validation,
-         ("measured/data", "edit masks: made by benchmarks/session_table.py from benchmarks/results/edit_masks.json"): edit_masks,
-         ("measured/growth", "growth: made by benchmarks/session_table.py from benchmarks/results/growth.json"): growth,
-         ("measured/evaluation", "few steps: made by benchmarks/session_table.py from benchmarks/results/few_steps.json"): few_steps,
-         ("measured/evaluation", "ranking: made by benchmarks/session_table.py from benchmarks/results/held_out.json"): ranking,
-         ("measured/evaluation", "advice: made by benchmarks/session_table.py from benchmarks/results/advice.json"): advice_table,
-         ("measured/drift", "drift: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_columns,
-         ("measured/drift", "drift training: made by benchmarks/session_table.py from benchmarks/results/drift.json"): drift_training}
+MADE = "made by benchmarks/session_table.py"
+RESULTS = f"{MADE} from benchmarks/results"
+PARTS = { # {(page in docs/, mark): what makes the table}
+    ("measured/evaluation_lines", f"lines: {RESULTS}/advice.json"): evaluation_lines,
+    ("kaggle", f"session: {MADE} for kaggle"): lambda: session_times("kaggle"),
+    ("colab", f"session: {MADE} for colab"): lambda: session_times("colab"),
+    ("measured/sessions", f"kaggle: {MADE}"): lambda: tables("kaggle"),
+    ("measured/sessions", f"colab: {MADE}"): lambda: tables("colab"),
+    ("measured/sessions", f"rates: {MADE}"): rate_table,
+    ("measured/speed", f"anchors: {MADE} from benchmarks/anchors.py"): anchor_table,
+    ("recipes", f"recipes: {MADE}"): recipe_times,
+    ("measured/recipes", f"validation: {RESULTS}/held_out.json"): validation,
+    ("measured/data", f"edit masks: {RESULTS}/edit_masks.json"): edit_masks,
+    ("measured/growth", f"growth: {RESULTS}/growth.json"): growth,
+    ("measured/evaluation", f"few steps: {RESULTS}/few_steps.json"): few_steps,
+    ("measured/evaluation", f"ranking: {RESULTS}/held_out.json"): ranking,
+    ("measured/evaluation", f"advice: {RESULTS}/advice.json"): advice_table,
+    ("measured/drift", f"drift: {RESULTS}/drift.json"): drift_columns,
+    ("measured/drift", f"drift training: {RESULTS}/drift.json"): drift_training,
+}
 
 def filled(page, mark, text): # the page with its table replaced
     start, end = f"<!-- {mark} -->\n", "<!-- end -->"

@@ -40,15 +40,21 @@ def run(out, edit, mode, seed, steps=STEPS, every=EVERY) -> list: # of {step, li
         QwenImageEditTrainer(config).fit()
     lines, rows = said.getvalue().splitlines(), []
     for line in lines:
-        if found := re.match(r"step (\d+): ", line): rows.append(dict(step=int(found[1]), line=line, news=""))
-        elif rows and line.startswith("advice: "): rows[-1]["news"] = line
+        found = re.match(r"step (\d+): ", line)
+        if found:
+            rows.append(dict(step=int(found[1]), line=line, news=""))
+        elif rows and line.startswith("advice: "):
+            rows[-1]["news"] = line
     return rows
 
 
 def verdicts(rows) -> dict:
-    "What the run said in all: better than no adapter, worse, control images not used; False words are judged by `wrong`."
+    """What the run said in all: better than no adapter, worse, control images not used.
+
+    False words are judged by `wrong`."""
     later = [r for r in rows if r["step"]]
-    against = [re.match(r"step \d+: (better|worse|lower loss|not clearly \w+) than without LoRA", r["line"])[1] for r in later]
+    verdict = r"step \d+: (better|worse|lower loss|not clearly \w+) than without LoRA"
+    against = [re.match(verdict, r["line"])[1] for r in later]
     return dict(against=against, warned_by_second=any(r["news"] for r in rows[:2]), warned=[r["step"] for r in rows if r["news"]])
 
 

@@ -1,6 +1,7 @@
 """Makes tables of docs/speed.md and docs/measured/ from benchmarks/results/*.json and the planner.
 
-`python benchmarks/table.py` prints them, `--write` puts them into the pages, and the table of GPUs into README, too."""
+`python benchmarks/table.py` prints them. `--write` puts them into the pages, and the table of
+GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
 from statistics import median
@@ -203,7 +204,8 @@ TABLES = { # {(page in docs/, mark): what makes the table}
     ("measured/speed", "precompute"): of_results(precompute_table, "precompute"),
     ("measured/speed", "step"): of_results(step_table, "step_cpu"),
     ("measured/speed", "modes"): of_results(modes_table, "modes"),
-    ("measured/text_encoder", "text_encoder"): of_results(text_encoder_table, "text_encoder_precision"),
+    ("measured/text_encoder", "text_encoder"):
+        of_results(text_encoder_table, "text_encoder_precision"),
     ("measured/speed", "gpu"): of_results(gpu_table, "step_gpu"),
     ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal")}
 
@@ -211,7 +213,8 @@ TABLES = { # {(page in docs/, mark): what makes the table}
 def filled(page:str, mark:str, table:str) -> str:
     "A page with one of its tables replaced. Raises SystemExit if it has not that mark once."
     pattern = f"(<!-- {mark}: .*? -->\n).*?(\n<!-- end -->)"
-    text, n = re.subn(pattern, lambda m: m[1] + table + m[2], (DOCS/f"{page}.md").read_text(), flags=re.S)
+    old = (DOCS/f"{page}.md").read_text()
+    text, n = re.subn(pattern, lambda m: m[1] + table + m[2], old, flags=re.S)
     if n != 1:
         raise SystemExit(f"docs/{page}.md needs the mark of the table {mark} once, it has {n}")
     return text

@@ -2,10 +2,11 @@
 # requires-python = ">=3.10"
 # dependencies = ["qie_nb[nf4] @ git+https://github.com/qie-nb/qie_nb"]
 # ///
-"""Trains a LoRA on a rented machine that keeps nothing: pairs come from the hub, the LoRA goes back there.
+"""Trains a LoRA on a rented machine that keeps nothing.
 
-`uv run job.py --pairs me/my-pairs --to me/my-lora` installs what the lines above name and runs; docs/jobs.md has the
-command for Hugging Face Jobs. `--preset tiny --pairs FOLDER` without `--to` tries it here."""
+Pairs come from the hub, and the LoRA goes back there. `uv run job.py --pairs me/my-pairs --to
+me/my-lora` installs what the lines above name and runs; docs/jobs.md has the command for Hugging
+Face Jobs. `--preset tiny --pairs FOLDER` without `--to` tries it here."""
 import argparse, tempfile
 from pathlib import Path
 
@@ -37,11 +38,13 @@ def parser() -> argparse.ArgumentParser:
     "The command line."
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--pairs", required=True, help="a data set repository of the hub, or a folder")
-    p.add_argument("--to", help="the model repository that gets the LoRA; default: it stays in --work")
+    p.add_argument("--to", help="the model repository that gets the LoRA; "
+                                "default: it stays in --work")
     p.add_argument("--preset", default="t4", help="the machine's GPU, or tiny")
     p.add_argument("--prompt", help="one instruction for all pairs")
     p.add_argument("--steps", type=int, help="optimizer steps")
-    p.add_argument("--work", default=tempfile.gettempdir() + "/qie_nb_job", help="a folder for cache and checkpoints")
+    work = tempfile.gettempdir() + "/qie_nb_job"
+    p.add_argument("--work", default=work, help="a folder for cache and checkpoints")
     return p
 
 

@@ -8,24 +8,75 @@ from qie_nb import cli
 from qie_nb.cli import main, parser
 
 MISTAKES = { # arguments, sentence
-    "train": "`train` needs a configuration: --config run.yaml", "train x.yaml": "`config` 'x.yaml' does not exist", "train rum": "'rum' is neither a YAML file nor a setting (and no such file exists)", "train --place kaggle": "`--place` is not an option; see `qie-nb train --help` and `qie-nb options`",
-    "train data.dataset_path=/no/such": "`data.dataset_path` '/no/such' does not exist", "train preset=tiny train.steps=3": "did you mean `train.max_train_steps`?",
-    "train preset=tiny data.dataset_path=/ train.val_path=/no/such": "`train.val_path` '/no/such' does not exist", "train preset=t4x3": "did you mean `t4x2`?", "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
-    "precompute model.pretrained_model_name_or_path=/no/such": "'/no/such' does not exist; give a diffusers folder",
-    "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5": "LoRA 'lora/x.safetensors' does not exist", "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
-    "predict --image a.jpg --prompt x --model x a.yaml": "give a configuration or `--model`, not both", "predict --image a.jpg --prompt x --model x --config a.yaml": "give a configuration or `--model`, not both", "train data.dataset_path=meta.json": "`data.dataset_path` 'meta.json' does not exist",
-    "check": "give the folder of your pairs, or --config run.yaml", "check a b": "give one data set, got a, b", "check /no/such": "'/no/such' does not exist", "check a run.yaml": "`config` 'run.yaml' does not exist",
-    "cache stats": "give the folder of a cache, or --config", "cache clear /no/such": "`cache_dir` '/no/such' does not exist", "cache clear --yes /no/such": "`cache_dir` '/no/such' does not exist",
-    "train --steps 100": "`--steps` is not an option; use `train.max_train_steps=100`", "train --learning_rate=1e-4": "use `optimizer.lr=1e-4`", "plan --gpuu T4": "did you mean `--gpu`?",
-    "train runn.yaml": "does not exist; give the path of a YAML file, or let `qie-nb init` write one", "doctor runn.yaml": "`config` 'runn.yaml' does not exist", "plan runn.yaml": "`config` 'runn.yaml' does not exist",
-    "plan --gpu RTX9999": "`gpu` 'RTX9999' is unknown; give its memory in GB, e.g. `12`", "plan --gpu RTX4071": "the nearest known one is RTX 4070 (12 GB)", "plan --gpu GTX1080": "no kernels for it", "plan --resolution large": "`resolution` must be a side or width x height in pixels",
-    "plan --pairs 0": "`--pairs` must be 1 or more, got 0", "plan --controls 0": "`--controls` must be 1 or more, got 0", "plan --quantize nf5": "`model.quantize`", "plan --model nofolder": "`--model` 'nofolder' is not a folder; give a diffusers folder",
-    "selfcheck --model nofolder": "`--model` 'nofolder' is not a folder; give a diffusers folder", "selfcheck --device gpu": "`--device` must be auto, cpu, mps, cuda or cuda:1, got 'gpu'", "selfcheck --offload all": "`predict.offload`", "selfcheck --quantize nf5": "`model.quantize`", "selfcheck --steps 1": "`--steps` must be 2 or more",
-    "predict --image a.jpg --prompt x --out /tmp/out.xyz": "must end in a suffix of images, got '.xyz'", "predict --image a.jpg --prompt x --steps 1": "`--steps` must be 2 or more, got 1", "predict --image a.jpg --prompt x --width 500": "`--width` must be a multiple of 16, got 500; use 496",
-    "cache pack /tmp": "`--out` is not set", "cache pack /tmp --out x --shard-gb 0": "`--shard-gb` must be 0.001 or more", "check --steps 0 x": "`--steps` must be 1 or more", "evaluate runn.yaml": "`config` 'runn.yaml' does not exist", "precompute --start-idx -1 preset=tiny": "`--start-idx` must be 0 or more",
-    "train model.pretrained_model_name_or_path=nofolder": "'nofolder' is not a folder; give a diffusers folder", "options nosuch": "`nosuch` is not a known key; the sections are preset, model, data", "options trian": "did you mean `train`?",
-    "train preset=tiny train.max_train_samples=9 train.max_train_steps=3": "both say how long the run is; remove one of them",
-    "trian": "'trian' is no command; did you mean `train`?", "cache clear x --kind prompt_embeds": "did you mean `prompt_embed`?", "predict --image a.jpg": "missing: --prompt", "predict --seed x": "--seed must be of type int, got 'x'"}
+    "train": "`train` needs a configuration: --config run.yaml",
+    "train x.yaml": "`config` 'x.yaml' does not exist",
+    "train rum": "'rum' is neither a YAML file nor a setting (and no such file exists)",
+    "train --place kaggle":
+        "`--place` is not an option; see `qie-nb train --help` and `qie-nb options`",
+    "train data.dataset_path=/no/such": "`data.dataset_path` '/no/such' does not exist",
+    "train preset=tiny train.steps=3": "did you mean `train.max_train_steps`?",
+    "train preset=tiny data.dataset_path=/ train.val_path=/no/such":
+        "`train.val_path` '/no/such' does not exist",
+    "train preset=t4x3": "did you mean `t4x2`?",
+    "train a.yaml --config b.yaml": "give one configuration file, got b.yaml, a.yaml",
+    "precompute model.pretrained_model_name_or_path=/no/such":
+        "'/no/such' does not exist; give a diffusers folder",
+    "predict --image a.jpg --prompt x --lora lora/x.safetensors:0.5":
+        "LoRA 'lora/x.safetensors' does not exist",
+    "predict --image nope.jpg --prompt x": "image 'nope.jpg' does not exist",
+    "predict --image a.jpg --prompt x --model x a.yaml":
+        "give a configuration or `--model`, not both",
+    "predict --image a.jpg --prompt x --model x --config a.yaml":
+        "give a configuration or `--model`, not both",
+    "train data.dataset_path=meta.json": "`data.dataset_path` 'meta.json' does not exist",
+    "check": "give the folder of your pairs, or --config run.yaml",
+    "check a b": "give one data set, got a, b",
+    "check /no/such": "'/no/such' does not exist",
+    "check a run.yaml": "`config` 'run.yaml' does not exist",
+    "cache stats": "give the folder of a cache, or --config",
+    "cache clear /no/such": "`cache_dir` '/no/such' does not exist",
+    "cache clear --yes /no/such": "`cache_dir` '/no/such' does not exist",
+    "train --steps 100": "`--steps` is not an option; use `train.max_train_steps=100`",
+    "train --learning_rate=1e-4": "use `optimizer.lr=1e-4`",
+    "plan --gpuu T4": "did you mean `--gpu`?",
+    "train runn.yaml":
+        "does not exist; give the path of a YAML file, or let `qie-nb init` write one",
+    "doctor runn.yaml": "`config` 'runn.yaml' does not exist",
+    "plan runn.yaml": "`config` 'runn.yaml' does not exist",
+    "plan --gpu RTX9999": "`gpu` 'RTX9999' is unknown; give its memory in GB, e.g. `12`",
+    "plan --gpu RTX4071": "the nearest known one is RTX 4070 (12 GB)",
+    "plan --gpu GTX1080": "no kernels for it",
+    "plan --resolution large": "`resolution` must be a side or width x height in pixels",
+    "plan --pairs 0": "`--pairs` must be 1 or more, got 0",
+    "plan --controls 0": "`--controls` must be 1 or more, got 0",
+    "plan --quantize nf5": "`model.quantize`",
+    "plan --model nofolder": "`--model` 'nofolder' is not a folder; give a diffusers folder",
+    "selfcheck --model nofolder": "`--model` 'nofolder' is not a folder; give a diffusers folder",
+    "selfcheck --device gpu": "`--device` must be auto, cpu, mps, cuda or cuda:1, got 'gpu'",
+    "selfcheck --offload all": "`predict.offload`",
+    "selfcheck --quantize nf5": "`model.quantize`",
+    "selfcheck --steps 1": "`--steps` must be 2 or more",
+    "predict --image a.jpg --prompt x --out /tmp/out.xyz":
+        "must end in a suffix of images, got '.xyz'",
+    "predict --image a.jpg --prompt x --steps 1": "`--steps` must be 2 or more, got 1",
+    "predict --image a.jpg --prompt x --width 500":
+        "`--width` must be a multiple of 16, got 500; use 496",
+    "cache pack /tmp": "`--out` is not set",
+    "cache pack /tmp --out x --shard-gb 0": "`--shard-gb` must be 0.001 or more",
+    "check --steps 0 x": "`--steps` must be 1 or more",
+    "evaluate runn.yaml": "`config` 'runn.yaml' does not exist",
+    "precompute --start-idx -1 preset=tiny": "`--start-idx` must be 0 or more",
+    "train model.pretrained_model_name_or_path=nofolder":
+        "'nofolder' is not a folder; give a diffusers folder",
+    "options nosuch": "`nosuch` is not a known key; the sections are preset, model, data",
+    "options trian": "did you mean `train`?",
+    "train preset=tiny train.max_train_samples=9 train.max_train_steps=3":
+        "both say how long the run is; remove one of them",
+    "trian": "'trian' is no command; did you mean `train`?",
+    "cache clear x --kind prompt_embeds": "did you mean `prompt_embed`?",
+    "predict --image a.jpg": "missing: --prompt",
+    "predict --seed x": "--seed must be of type int, got 'x'",
+}
 
 
 def test_mistakes_are_found_before_torch_is_imported():

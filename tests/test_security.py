@@ -241,7 +241,8 @@ def dangers(code):
 
 def test_no_code_from_files():
     found = {f"{p.name}: {d}" for p in (ROOT/"qie_nb").rglob("*.py") for d in dangers(p.read_text())}
-    assert found == {"no_pairs.py: zipfile"}, found # lists the names in a zip of images, and extracts nothing
+    # it lists the names in a zip of images, and extracts nothing
+    assert found == {"no_pairs.py: zipfile"}, found
     for bad in ("torch.load(f)", "eval(x)", "yaml.load(t)", "f(trust_remote_code=True)", "f(**{'trust_remote_code': True})", "run(c, shell=True)", "import zipfile", "z.extractall()"):
         assert list(dangers(bad)), bad
     assert not list(dangers("model.eval()\nf(trust_remote_code=False)\nyaml.safe_load(t)"))

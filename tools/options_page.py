@@ -1,4 +1,6 @@
-"""Writes the list of all settings into docs/options.md: `python tools/options_page.py`. A test compares the page with the configuration."""
+"""Writes the list of all settings into docs/options.md: `python tools/options_page.py`.
+
+A test compares the page with the configuration."""
 import json, re
 from pathlib import Path
 
@@ -31,7 +33,8 @@ def listed(options:Options) -> str: # Markdown
             made.append(", ".join(f"`{name}={written(default)}`" for name, default, _ in rows))
             continue
         shown = short if heading == PLANNED else str
-        made.append("\n".join(f"- `{name}={written(default)}` {shown(about)}" for name, default, about in rows))
+        lines = [f"- `{name}={written(default)}` {shown(about)}" for name, default, about in rows]
+        made.append("\n".join(lines))
     return "\n\n".join(made)
 
 

@@ -25,7 +25,8 @@ PAGES = [
      ("style ceilings", ["python", "tests/test_style.py", "--lower"])]]
 DERIVED = ["qie_nb/**/*.py", "nbs/**/*.ipynb", "kaggle/**/*.ipynb", "docs/**/*.md", "README.md",
            "tests/style_ceilings.json"]
-NOT_COPIED = (".git", ".venv*", ".peers", "__pycache__", "*.egg-info", "demo_out", "rehearsal", "build", "dist", "site")
+NOT_COPIED = (".git", ".venv*", ".peers", "__pycache__", "*.egg-info", "demo_out", "rehearsal",
+              "build", "dist", "site")
 
 
 def run_step(name:str, command:list, root:Path) -> str:

@@ -1,8 +1,9 @@
-"""The images and numbers of docs/story.md and docs/results.md: `python tools/story.py`. Some minutes on a CPU.
+"""The images and numbers of docs/story.md and docs/results.md: `python tools/story.py`.
 
-Thirty pairs, two of them shifted, become a LoRA of the tiny model: checked, aligned, trained, compared on held-out pairs,
-and used on two photographs. Then results that went wrong: the LoRA at other strengths, and LoRAs of blurred and shifted
-pairs. Images of at most 60 kB are written to docs/story/, and the blocks between marks in both pages are filled."""
+Thirty pairs, two of them shifted, become a LoRA of the tiny model: checked, aligned, trained,
+compared on held-out pairs, and used on two photographs. Then results that went wrong: the LoRA at
+other strengths, and LoRAs of blurred and shifted pairs. Images of at most 60 kB are written to
+docs/story/, and the blocks between marks in both pages are filled. Some minutes on a CPU."""
 import io, re, sys, tempfile, time
 from pathlib import Path
 
@@ -73,10 +74,10 @@ def thirty_pairs(folder:Path) -> Path:
 
 def trained(work:Path, pairs:Path, **train): # `QwenImageEditTrainer` after its run
     "A run with the tiny preset."
+    run = dict(output_dir=str(work), keep_checkpoints=9) # five of thirty pairs are held out
     trainer = QwenImageEditTrainer(dict(
         preset="tiny", data=dict(dataset_path=str(pairs)), cache=dict(cache_dir=str(work/"cache")),
-        train=dict(output_dir=str(work), keep_checkpoints=9) | train, # five of thirty pairs are held out
-        logging=dict(log_dir=str(work/"runs"), panel=False)))
+         train=run | train, logging=dict(log_dir=str(work/"runs"), panel=False)))
     trainer.cache_embeddings()
     return trainer.fit()
 
@@ -84,18 +85,23 @@ def trained(work:Path, pairs:Path, **train): # `QwenImageEditTrainer` after its 
 def look_at_pairs(pairs:Path):
     "Four pairs, and the report of the check."
     names = ["0000", "0001", "0002", "0003"]
-    rows = [[opened(pairs/folder/f"{name}.png") for name in names] for folder in ("control_images", "training_images")]
+    rows = []
+    for folder in ("control_images", "training_images"):
+        rows.append([opened(pairs/folder/f"{name}.png") for name in names])
     write_image("pairs", rows, names)
     report = check_alignment(pairs)
-    write_block("story", "check", "```text\n" + str(report).replace(str(pairs.parent) + "/", "") + "\n```")
+    text = str(report).replace(str(pairs.parent) + "/", "")
+    write_block("story", "check", f"```text\n{text}\n```")
     return report
 
 
 def show_alignment(before:Path, after:Path):
     "A shifted pair, and what the check made of it."
     name = next(iter(SHIFTED))
-    row = [opened(before/"control_images"/f"{name}.png"), opened(before/"training_images"/f"{name}.png"),
-           opened(after/"control_images"/f"{name}.png"), opened(after/"training_images"/f"{name}.png")]
+    row = []
+    for pairs in (before, after):
+        for folder in ("control_images", "training_images"):
+            row.append(opened(pairs/folder/f"{name}.png"))
     write_image("aligned", [row], ["before", "after, shifted", "before, cropped", "after, aligned"])
 
 
@@ -107,40 +113,52 @@ def show_training(trainer, work:Path, seconds:float):
     shown = compare_edits(trainer, photographs, EDIT.instruction, checkpoints=["base", *folders],
                           targets=[EDIT(p) for p in photographs], height=96, width=96, **SAMPLING)
     rows = [[p, *images, EDIT(p)] for p, images in zip(photographs, shown.images)]
-    write_image("steps", rows, ["before", "without LoRA", *(f"step {n}" for n in steps), "after"])
+    titles = ["before", "without LoRA", *(f"step {n}" for n in steps), "after"]
+    write_image("steps", rows, titles)
     errors = mean_errors(shown.images, photographs)
     cells = " | ".join(f"{e:.0f}" for e in errors)
     table = "| | without LoRA | step 50 | step 100 | step 150 |\n|---|---|---|---|---|\n"
     table += f"| error, grey levels | {cells} |"
-    write_block("story", "steps", f"{table}\n\nThe run took {seconds / 60:.1f} minutes on two shared CPU cores.")
+    took = f"The run took {seconds / 60:.1f} minutes on two shared CPU cores."
+    write_block("story", "steps", f"{table}\n\n{took}")
 
 
 def mean_errors(images:list, photographs:list) -> list: # of each column
     "Distance from the true edit in grey levels, root mean square."
-    rows = [[image_error(image, np.asarray(EDIT(p))) for image in row] for row, p in zip(images, photographs)]
+    rows = []
+    for row, photograph in zip(images, photographs):
+        want = np.asarray(EDIT(photograph))
+        rows.append([image_error(image, want) for image in row])
     return np.mean(rows, axis=0).tolist()
 
 
 def show_held_out(trainer):
     "Pairs that were not trained on."
     shown = compare_validation(trainer, HELD_OUT, **SAMPLING)
-    rows = [[control, *images, target] for control, images, target in zip(shown.controls, shown.images, shown.targets)]
+    rows = []
+    for control, images, target in zip(shown.controls, shown.images, shown.targets):
+        rows.append([control, *images, target])
     write_image("held_out", rows[:3], ["before", "without LoRA", "with LoRA", "after"])
     errors = [[image_error(image, np.asarray(target)) for image in images]
               for images, target in zip(shown.images, shown.targets)]
     without, with_lora = np.mean(errors, axis=0)
-    write_block("story", "held out", f"Over the {len(errors)} held-out pairs the error falls from {without:.0f} to "
-                                     f"{with_lora:.0f} grey levels of 255 (root mean square).")
+    fall = f"the error falls from {without:.0f} to {with_lora:.0f} grey levels of 255"
+    said = f"Over the {len(errors)} held-out pairs {fall} (root mean square)."
+    write_block("story", "held out", said)
 
 
 def drift_row(name:str, images:list, photographs:list) -> str:
     "A line of the table of results: error, detail and shift, as an evaluation measures them."
-    drifts = [drift_of(image, np.asarray(p), np.asarray(EDIT(p))) for image, p in zip(images, photographs)]
+    drifts, errors = [], []
+    for image, photograph in zip(images, photographs):
+        want = np.asarray(EDIT(photograph))
+        drifts.append(drift_of(image, np.asarray(photograph), want))
+        errors.append(image_error(image, want))
     def mean(key):
         found = [d[key] for d in drifts if d.get(key) is not None]
         return f"{np.mean(found):.2f}" if found else "-"
-    error = np.mean([image_error(image, np.asarray(EDIT(p))) for image, p in zip(images, photographs)])
-    return f"| {name} | {error:.0f} | {mean('detail_ratio')} | {mean('drift_shift_px')} |"
+    figures = f"{np.mean(errors):.0f} | {mean('detail_ratio')} | {mean('drift_shift_px')}"
+    return f"| {name} | {figures} |"
 
 
 def show_results(trainer, work:Path):
@@ -148,8 +166,8 @@ def show_results(trainer, work:Path):
     photographs = squares()
     size = dict(height=96, width=96, **SAMPLING)
     strengths = {"right": 1, "too weak": 0.3, "too strong": 2, "nothing changed": 0}
-    shown = compare_edits(trainer, photographs, EDIT.instruction, checkpoints=["now"], scales=list(strengths.values()),
-                          **size)
+    shown = compare_edits(trainer, photographs, EDIT.instruction, checkpoints=["now"],
+                          scales=list(strengths.values()), **size)
     columns = {name: [row[k] for row in shown.images] for k, name in enumerate(strengths)}
     def blurred(array):
         image = EDIT(Image.fromarray((array * 255).astype(np.uint8)))
@@ -159,7 +177,8 @@ def show_results(trainer, work:Path):
     for name, formula in (("blurred", blurred), ("shifted", moved)):
         folder = work/name
         make_pairs(folder/"pairs", PhotoEdit(EDIT.instruction, formula, known=False), 48)
-        other = trained(folder, folder/"pairs", eval_steps=None, eval_at_start=False, save_steps=None)
+        run = dict(eval_steps=None, eval_at_start=False, save_steps=None)
+        other = trained(folder, folder/"pairs", **run)
         shown = compare_edits(other, photographs, EDIT.instruction, checkpoints=["now"], **size)
         columns[name] = [row[0] for row in shown.images]
     order = ["right", "too weak", "too strong", "blurred", "shifted", "nothing changed"]

@@ -1,7 +1,8 @@
-"""Builds README, the pages of docs/ and all notebooks as a web site: `make site` writes it to site/.
+"""Builds README, the pages of docs/ and all notebooks as a web site.
 
-mkdocs-material renders the pages, mkdocs-jupyter the notebooks with their committed outputs; nothing is run. Both are in
-docs/requirements.txt, an environment of their own. A link that leads nowhere ends the build with a list."""
+`make site` writes it to site/. mkdocs-material renders the pages, mkdocs-jupyter the notebooks
+with their committed outputs; nothing is run. Both are in docs/requirements.txt, an environment of
+their own. A link that leads nowhere ends the build with a list."""
 import argparse, json, os, re, shutil, subprocess, sys, tempfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/qie-nb/qie_nb"
 FIRST = ["story", "data", "kaggle", "colab", "jobs", "recipes", "faq", "glossary"]
 THEN = ["results", "evaluation", "predict", "resume", "widgets", "speed", "cache"]
-SHOWN = ("*.md", "*.ipynb", "*.png", "*.jpg") # what is copied; links to other files lead to the repository
+# what is copied; links to other files lead to the repository
+SHOWN = ("*.md", "*.ipynb", "*.png", "*.jpg")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -25,7 +27,9 @@ def sources() -> list: # paths relative to the repository
 
 
 def target_of(link:str, here:Path, shown:set) -> str:
-    "A link of the file `here`, as the site has it: notebooks' links to pages, and links to files that are not shown."
+    """A link of the file `here`, as the site has it.
+
+    Links to notebooks lead to pages, and links to files that are not shown to the repository."""
     parts = urlsplit(link)
     if parts.scheme or not parts.path:
         return link
@@ -47,6 +51,11 @@ def with_links(text:str, here:Path, shown:set) -> str:
     return LINK.sub(lambda m: m[1] + target_of(m[2], here, shown) + m[3], text)
 
 
+def is_hidden(cell:dict) -> bool:
+    "Is it a cell that the pages leave out?"
+    return "".join(cell["source"]).startswith("#| hide")
+
+
 def stage(folder:Path):
     "Copies the sources with the site's links, and notebooks without the cells that they hide."
     files = sources()
@@ -55,10 +64,11 @@ def stage(folder:Path):
         out = folder/name
         out.parent.mkdir(parents=True, exist_ok=True)
         if name.suffix == ".md":
-            out.write_text(with_links((ROOT/name).read_text(encoding="utf-8"), name, shown), encoding="utf-8")
+            text = (ROOT/name).read_text(encoding="utf-8")
+            out.write_text(with_links(text, name, shown), encoding="utf-8")
         elif name.suffix == ".ipynb":
             book = json.loads((ROOT/name).read_text(encoding="utf-8"))
-            book["cells"] = [cell for cell in book["cells"] if not "".join(cell["source"]).startswith("#| hide")]
+            book["cells"] = [cell for cell in book["cells"] if not is_hidden(cell)]
             for cell in book["cells"]:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = with_links("".join(cell["source"]), name, shown)
@@ -78,8 +88,13 @@ def navigation() -> list: # as in mkdocs.yml
     rooms = {}
     for path in books:
         rooms.setdefault(str(path.parent), []).append(str(path))
-    nav = [{"Home": "README.md"}, {"First": of(FIRST)}, {"Then": of(THEN)}, {"To look up": of(rest)},
-           {"How we know": of(measured, "docs/measured")}]
+    nav = [
+        {"Home": "README.md"},
+        {"First": of(FIRST)},
+        {"Then": of(THEN)},
+        {"To look up": of(rest)},
+        {"How we know": of(measured, "docs/measured")},
+    ]
     nav.append({"Notebooks": [{room: paths} for room, paths in sorted(rooms.items())]})
     nav.append({"Project": ["CONTRIBUTING.md", "CHANGELOG.md"]})
     return nav
@@ -89,12 +104,32 @@ def settings(source:Path, out:Path) -> dict: # as in mkdocs.yml
     "The settings of mkdocs."
     palette = [dict(media="(prefers-color-scheme: light)", scheme="default"),
                dict(media="(prefers-color-scheme: dark)", scheme="slate")]
-    theme = dict(name="material", font=False, palette=palette, features=["navigation.tabs", "toc.follow"])
+    theme = dict(
+        name="material",
+        font=False,
+        palette=palette,
+        features=["navigation.tabs", "toc.follow"],
+    )
+    notebooks = {"mkdocs-jupyter": dict(execute=False, include_source=False)}
     return dict(
-        site_name="qie_nb", repo_url=REPOSITORY, docs_dir=str(source), site_dir=str(out), use_directory_urls=False,
-        theme=theme, nav=navigation(), plugins=["search", {"mkdocs-jupyter": dict(execute=False, include_source=False)}],
-        markdown_extensions=["tables", "pymdownx.superfences", "pymdownx.highlight", "sane_lists", "toc"],
-        validation=dict(links=dict(anchors="warn", absolute_links="warn", unrecognized_links="warn")))
+        site_name="qie_nb",
+        repo_url=REPOSITORY,
+        docs_dir=str(source),
+        site_dir=str(out),
+        use_directory_urls=False,
+        theme=theme,
+        nav=navigation(),
+        plugins=["search", notebooks],
+        markdown_extensions=[
+            "tables",
+            "pymdownx.superfences",
+            "pymdownx.highlight",
+            "sane_lists",
+            "toc",
+        ],
+        validation=dict(links=dict(
+            anchors="warn", absolute_links="warn", unrecognized_links="warn")),
+    )
 
 
 class Links(HTMLParser):
@@ -144,7 +179,8 @@ def build(out:Path) -> int: # exit code
         source, config = Path(folder)/"source", Path(folder)/"mkdocs.yml"
         stage(source)
         config.write_text(yaml.safe_dump(settings(source, out.resolve())))
-        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", config]
+        options = ["--strict", "--quiet", "--config-file", config]
+        command = [sys.executable, "-m", "mkdocs", "build", *options]
         code = subprocess.run(command, env=os.environ | dict(NO_MKDOCS_2_WARNING="1")).returncode
     if code:
         return code

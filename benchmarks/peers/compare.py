@@ -428,7 +428,8 @@ def rows_of(result):
             return f"{c['median']:.3f} s ({c['min']:.3f} to {c['max']:.3f})" if n == "qie_nb" or not r["of_ours"] else f"{r['of_ours']['median']:.2f} ({r['of_ours']['min']:.2f} to {r['of_ours']['max']:.2f})"
         rows.append([f"CPU time of a step, {d} (others: ratio to qie_nb)", *each(step)])
         if any(got(result, "steps", d, n, "encoding") for n in names):
-            rows.append(["in it, encoding the before image", *value("steps", d, "*", "encoding", then=lambda s: f"{s['median']:.2f} s ({s['min']:.2f} to {s['max']:.2f})")])
+            seconds = value("steps", d, "*", "encoding", then=seconds_of)
+            rows.append(["in it, encoding the before image", *seconds])
         rows.append([f"peak memory in steps, {d}, MB", *value("steps", d, "*", "peak_mb")])
         rows.append(["the same, with gradient checkpointing", *value("checkpointed", d, "*", "peak_mb")])
     rows.append(["precompute, CPU s a sample, float32", *value("precompute", "*", "seconds_a_sample", then=lambda s: f"{s['median']:.2f} ({s['min']:.2f} to {s['max']:.2f})")])
@@ -450,6 +451,11 @@ def rows_of(result):
     return [result["about"]["peers"][n]["title"] for n in names], rows
 
 
+def seconds_of(measured:dict) -> str:
+    "Median and range in seconds."
+    return f"{measured['median']:.2f} s ({measured['min']:.2f} to {measured['max']:.2f})"
+
+
 def table(result):
     heads, rows = rows_of(result)
     lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|", *("| " + " | ".join(r) + " |" for r in rows)]
@@ -459,7 +465,9 @@ def table(result):
 
 
 def details(result):
-    "What was compared: commits, versions and the number of patches; the results have their reasons."
+    """What was compared: commits, versions and the number of patches.
+
+    The results have their reasons."""
     lines = ["| | commit | versions | patches while loading |", "|---|---|---|---|"]
     for p in result["about"]["peers"].values():
         v = ", ".join(f"{k} {x}" for k, x in p["versions"].items())
@@ -477,7 +485,9 @@ def pages(result=None) -> dict: # {path: text}
                             (DOCS/"measured"/"peers.md", f"versions: {MARK}", details(result))):
         start, text = f"<!-- {mark} -->\n", path.read_text()
         assert text.count(start) == 1, f"{path.name} needs the mark {mark!r} once"
-        made[path] = re.sub(re.escape(start) + ".*?<!-- end -->", lambda m: f"{start}{new}\n<!-- end -->", text, flags=re.S)
+        block = re.escape(start) + ".*?<!-- end -->"
+        filled = f"{start}{new}\n<!-- end -->"
+        made[path] = re.sub(block, lambda m: filled, text, flags=re.S)
     return made
 
 

@@ -10,9 +10,19 @@ from qie_nb.lora.model_card import card_settings
 from qie_nb.training.resume import changed_settings, diff_runs, settings_metadata
 
 FACTS = {"base", "data", "encoders", "dtype of the base", "model.quantize", "data.batch_size", BATCHES_PER_STEP}
-EVERYBODY = {"preset", "model.pretrained_model_name_or_path", "data.dataset_path", "data.prompt", "data.trigger_word",
-             "data.image_size", "model.lora.r", "optimizer.lr", "train.output_dir", "cache.cache_dir",
-             "train.resume_checkpoint"}
+EVERYBODY = {
+    "preset",
+    "model.pretrained_model_name_or_path",
+    "data.dataset_path",
+    "data.prompt",
+    "data.trigger_word",
+    "data.image_size",
+    "model.lora.r",
+    "optimizer.lr",
+    "train.output_dir",
+    "cache.cache_dir",
+    "train.resume_checkpoint",
+}
 
 
 @pytest.fixture

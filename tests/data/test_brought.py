@@ -217,8 +217,10 @@ def test_absolute_paths_of_this_machine(pairs, tmp_path):
 def test_a_file_called_metadata_is_the_table_only_if_it_has_the_columns(pairs):
     (pairs/"metadata.csv").write_text("filename,camera,iso\n1.png,X100,200\n")
     found = find_samples(pairs, prompt="make it blue")
-    assert facts(pairs, prompt="make it blue") == PLAIN and found.notes[0].startswith("data: 'metadata.csv' is not read, because it has no known columns for target and control; if it is")
-    assert ".txt'; data: 'metadata.csv' is not read, because it has no known columns" in refused(pairs)
+    unread = "data: 'metadata.csv' is not read, because it has no known columns"
+    assert facts(pairs, prompt="make it blue") == PLAIN
+    assert found.notes[0].startswith(f"{unread} for target and control; if it is")
+    assert f".txt'; {unread}" in refused(pairs)
     (pairs/"metadata.json").write_text('{"version": 1, "tags": ["a"]}')
     assert len(find_samples(pairs, prompt="x", allow_missing_control=True)) == 3
     lines(pairs, ROWS, "pairs.jsonl")

@@ -99,12 +99,19 @@ def test_what_is_refused_lists_what_was_found(row, tmp_path):
 
 
 @pytest.mark.parametrize("path, sentence", [
-    ("pairs.zip", "is an archive; it cannot be read as a zip"), ("a.png", "is an image; give the folder of your pairs"),
-    ("https://huggingface.co/datasets/me/cats", "is a web address; .* load it with `data = datasets.load_dataset"),
-    ("me/cats", "does not exist; if it is a data set of the Hugging Face hub, load it with `data = datasets.load_dataset\\('me/cats'\\)`"),
+    ("pairs.zip", "is an archive; it cannot be read as a zip"),
+    ("a.png", "is an image; give the folder of your pairs"),
+    ("https://huggingface.co/datasets/me/cats",
+     "is a web address; .* load it with `data = datasets.load_dataset"),
+    ("me/cats",
+     "does not exist; if it is a data set of the Hugging Face hub, load it with "
+     "`data = datasets.load_dataset\\('me/cats'\\)`"),
     ("C:\\Users/me", "is a path on a Windows computer; copy the folder to this machine"),
-    ("~nosuchuser/x", "'~nosuchuser/x' does not exist; set it"), ("$NO_SUCH/x", "does not exist"),
-    ("piars", "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs")])
+    ("~nosuchuser/x", "'~nosuchuser/x' does not exist; set it"),
+    ("$NO_SUCH/x", "does not exist"),
+    ("piars",
+     "does not exist in '.*', which has: 1 .png, 1 .zip; set it to the folder of your pairs"),
+])
 def test_what_is_no_folder(path, sentence, tmp_path, monkeypatch):
     for name in ("pairs.zip", "a.png"): (tmp_path/name).write_bytes(b"PK")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,7 @@
-"""A zip, folders with own names and missing captions are refused once, with a line that works when it is pasted."""
+"""A zip, folders with own names and missing captions are refused once.
+
+The message has a line that works when it is pasted.
+"""
 import re
 import shutil
 import zipfile
@@ -57,7 +60,8 @@ def test_own_folders_without_captions_are_one_refusal(holiday):
     settings = pasted(message)
     assert (settings["control_dir"], settings["target_dir"]) == ("Vorher (Kamera)", "fertig_NEU")
     assert len(ImageDataset(settings)) == 6
-    with pytest.raises(ValueError, match="`data.prompt` is 'what the edit does', as a message had it; write your"):
+    sentence = "`data.prompt` is 'what the edit does', as a message had it; write your"
+    with pytest.raises(ValueError, match=sentence):
         ImageDataset(settings | dict(prompt=no_pairs.WHAT_TO_DO))
 
 

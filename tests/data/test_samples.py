@@ -94,10 +94,17 @@ def test_ignored_files_are_listed_with_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("names, sentence", [
-    ("images/a.png images/a.txt", "No control images found in .* It contains: images/ \\(1 .png, 1 .txt\\). Put the images before the edit into control_images/$"),
-    ("images/a.png images/a.txt images/a.caption control/a.png", "two captions have the name 'a': a.caption and a.txt in"),
-    ("a_start.png a_end.png a_after.png a.txt", "two samples have the name 'a': a_after.png and a_end.png in"),
-    ("a_start.png a_end.png", "1 of 1 samples have no caption: 'a'; set one instruction for all in `data.prompt`, or write each into a text file of its image's name, e.g. '.*a_end.txt'")])
+    ("images/a.png images/a.txt",
+     "No control images found in .* It contains: images/ \\(1 .png, 1 .txt\\). "
+     "Put the images before the edit into control_images/$"),
+    ("images/a.png images/a.txt images/a.caption control/a.png",
+     "two captions have the name 'a': a.caption and a.txt in"),
+    ("a_start.png a_end.png a_after.png a.txt",
+     "two samples have the name 'a': a_after.png and a_end.png in"),
+    ("a_start.png a_end.png",
+     "1 of 1 samples have no caption: 'a'; set one instruction for all in `data.prompt`, or "
+     "write each into a text file of its image's name, e.g. '.*a_end.txt'"),
+])
 def test_unusable_folders(names, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence): find_samples(tree(tmp_path, names))
 

@@ -1,5 +1,8 @@
-"""What is refused: one sentence with the name, the value and the remedy, before a model is loaded and without touching the disk.
-Each message must be the one in docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page."""
+"""What is refused: one sentence with the name, the value and the remedy.
+
+It comes before a model is loaded, without touching the disk. Each message must be the one in
+docs/refusals.md; `python tests/end_to_end/test_bad_input.py` writes that page.
+"""
 import functools, json, re, shutil, sys, tempfile
 from pathlib import Path
 
@@ -151,6 +154,11 @@ def without_packages(settings):
     return all_of(hide, settings)
 
 
+def without_gpu(c, here, patch):
+    "A machine on which torch finds no GPU."
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def a_file(here):
     (here/"a").mkdir()
     (here/"a"/"file").touch()
@@ -187,7 +195,7 @@ CONFIGS = {
     "prodigy at AdamW's rate": {"optimizer.name": "prodigy", "optimizer.lr": 1e-4},
     "nf4 without bitsandbytes": without_packages({"model.quantize": "nf4"}),
     "two processes announced, one here": lambda c, here, patch: patch.setenv("WORLD_SIZE", "2"),
-    "missing GPU": all_of({"train.device": "cuda"}, lambda c, here, patch: patch.setattr(torch.cuda, "is_available", lambda: False)),
+    "missing GPU": all_of({"train.device": "cuda"}, without_gpu),
     "output folder is a file": {"train.output_dir": a_file},
 }
 def files(*names, **settings):
@@ -261,7 +269,8 @@ def refusal(config) -> str:
 
 ANY = "…" # what differs between messages that share a line
 BEGIN = "checkpoint step_00000002 belongs to a different run ("
-END = "). To start a new run, choose another `train.output_dir`; to continue that run, use its settings and pairs, or set `train.force_resume` (--force)"
+END = ("). To start a new run, choose another `train.output_dir`; to continue that run, use its "
+       "settings and pairs, or set `train.force_resume` (--force)")
 
 
 def short(difference:str) -> str:
@@ -271,7 +280,10 @@ def short(difference:str) -> str:
 
 def long(difference:str) -> str:
     "The opposite of `short`."
-    return "; ".join(re.sub(r"→(.*?)(?=$| \()", r" in the checkpoint, \1 now", part) for part in difference.split("; "))
+    made = []
+    for part in difference.split("; "):
+        made.append(re.sub(r"→(.*?)(?=$| \()", r" in the checkpoint, \1 now", part))
+    return "; ".join(made)
 
 
 def documented() -> dict: # {(kind, what): message}
@@ -286,7 +298,8 @@ def documented() -> dict: # {(kind, what): message}
 
 def is_message(text:str, shown:str) -> bool:
     "Is it what the page shows, apart from names that the page leaves out?"
-    return bool(re.fullmatch(re.escape(comparable(shown)).replace(re.escape(ANY), "[^'`]*"), comparable(text)))
+    pattern = re.escape(comparable(shown)).replace(re.escape(ANY), "[^'`]*")
+    return bool(re.fullmatch(pattern, comparable(text)))
 
 
 def comparable(text):
@@ -400,7 +413,9 @@ def without_names(text:str) -> str:
 def lines_of(kind, messages) -> list: # messages: {what: message}
     "A line for each message, with all inputs that it answers."
     if kind == "resume":
-        found = {what: short(text.removeprefix(BEGIN).removesuffix(END)) for what, text in messages.items()}
+        found = {}
+        for what, text in messages.items():
+            found[what] = short(text.removeprefix(BEGIN).removesuffix(END))
         head = [f"> {BEGIN}{ANY}{END}", "", "checkpoint→now:", ""]
     else:
         found, head = messages, []

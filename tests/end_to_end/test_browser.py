@@ -84,7 +84,10 @@ def test_the_tour(opened, lab, tmp_path):
     assert not page.errors()
     p = page.page
     seen(page, "finished, step 40 of 40") # the training panel
-    assert visible(page, LEFT) == 4 and page.page.locator(STILL).count() == 4 and not visible(page, STILL), "the widgets hide the static forms"
+    hidden = "the widgets hide the static forms"
+    assert visible(page, LEFT) == 4, hidden
+    assert page.page.locator(STILL).count() == 4, hidden
+    assert not visible(page, STILL), hidden
 
     viewer = p.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
     first = viewer.inner_text()
@@ -117,7 +120,8 @@ def test_the_tour(opened, lab, tmp_path):
     p.mouse.down()
     p.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 30, steps=4)
     p.mouse.up()
-    assert abs(int(both.get_attribute("aria-valuenow")) - 20) <= 2, "the line is dragged on the image"
+    at = int(both.get_attribute("aria-valuenow"))
+    assert abs(at - 20) <= 2, "the line is dragged on the image"
     p.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 30)
     assert abs(int(both.get_attribute("aria-valuenow")) - 20) <= 2, "and stays where it was left"
 
@@ -128,10 +132,12 @@ def test_the_tour(opened, lab, tmp_path):
     p.wait_for_timeout(1000)
     p.reload(wait_until="domcontentloaded")
     page.kernel()
-    page.until(lambda: visible(page, STILL) == 4 and not visible(page, LEFT), "widgets without a kernel are hidden")
+    still = "widgets without a kernel are hidden"
+    page.until(lambda: visible(page, STILL) == 4 and not visible(page, LEFT), still)
     p.wait_for_timeout(3000) # and stay so
     page.keep("restarted")
-    assert visible(page, STILL) == 4 and not visible(page, LEFT), "widgets without a kernel are hidden"
+    assert visible(page, STILL) == 4, still
+    assert not visible(page, LEFT), still
 
 
 def slide(box, key, times):

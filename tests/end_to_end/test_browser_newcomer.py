@@ -77,9 +77,16 @@ def test_kaggle_notebook_then_own_photographs(browser, photographs, tmp_path_fac
     for c in book["cells"]:
         if c["cell_type"] == "code": c["outputs"] = []
     text = json.dumps(book)
-    changes = {"TRIAL = True": "TRIAL = False", "/kaggle/input/my-pairs": str(root/"kaggle/input/my-pairs"), "prompt=None": f"prompt={INSTRUCTION!r}",
-               'preset=\\"t4x2\\"': 'preset=\\"tiny\\"', "image_size=512": "image_size=96", "eval_images=1": "eval_images=1, max_train_steps=60", "lr=1e-4": "lr=5e-3",
-               'model=dict(pretrained_model_name_or_path=\\"Qwen/Qwen-Image-Edit-2511\\"),': ""}
+    changes = {
+        "TRIAL = True": "TRIAL = False",
+        "/kaggle/input/my-pairs": str(root/"kaggle/input/my-pairs"),
+        "prompt=None": f"prompt={INSTRUCTION!r}",
+        'preset=\\"t4x2\\"': 'preset=\\"tiny\\"',
+        "image_size=512": "image_size=96",
+        "eval_images=1": "eval_images=1, max_train_steps=60",
+        "lr=1e-4": "lr=5e-3",
+        'model=dict(pretrained_model_name_or_path=\\"Qwen/Qwen-Image-Edit-2511\\"),': "",
+    }
     for old, new in changes.items():
         assert old in text, old
         text = text.replace(old, new)

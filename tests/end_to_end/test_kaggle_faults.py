@@ -18,7 +18,10 @@ pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
 OURS = {"TRIAL = True": "TRIAL = False", 'preset="t4x2",': "", '2511")': '2511", quantize="nf4")', '"/kaggle/input/my-pairs"': 'make_pairs(env.temp/"pairs", "duotone", 48)',
         "image_size=512": "image_size=[512, 512], control_area=512 * 512, batch_size=4"}
-WAITS = OURS | {'2511")': '2511", text_encoder_offload=True)', "train=dict(eval": "train=dict(blocks_to_swap=True, eval"}
+WAITS = OURS | {
+    '2511")': '2511", text_encoder_offload=True)',
+    "train=dict(eval": "train=dict(blocks_to_swap=True, eval",
+}
 
 # fakes.py in the kernel: `machine` sets everything, so it takes back what the last fault had set
 FAKES = r'''

@@ -30,8 +30,15 @@ def photos(tmp_path_factory):
 def changed(path, pairs, where, preset="t4x2", model="tiny", size=96, steps=12) -> dict:
     "The lines that a user changes, here to a small model, few steps and small images."
     text = "".join(nbformat.read(path, 4)["cells"][4]["source"])
-    own = {"TRIAL = True": "TRIAL = False", f'preset="{preset}",': 'preset="tiny",', '"Qwen/Qwen-Image-Edit-2511"': repr(model), re.escape(pairs): where, "prompt=None": f"prompt={PROMPT!r}",
-           "image_size=512": f"image_size={size}", r"eval_images=1": f"eval_images=1, max_train_steps={steps}, eval_steps={steps}"}
+    own = {
+        "TRIAL = True": "TRIAL = False",
+        f'preset="{preset}",': 'preset="tiny",',
+        '"Qwen/Qwen-Image-Edit-2511"': repr(model),
+        re.escape(pairs): where,
+        "prompt=None": f"prompt={PROMPT!r}",
+        "image_size=512": f"image_size={size}",
+        "eval_images=1": f"eval_images=1, max_train_steps={steps}, eval_steps={steps}",
+    }
     return {found[0]: new for old, new in own.items() if (found := re.search(old, text))}
 
 

@@ -6,7 +6,16 @@ import pytest
 import advice_trials as trials # of benchmarks/
 from qie_nb.evaluation.compare import Evaluation, adapter_of
 from qie_nb.evaluation.evaluate import results_of
-from qie_nb.evaluation.validation_loss import CAUSES, Interval, LossChange, Measures, advise, causes_of, doubt, readings
+from qie_nb.evaluation.validation_loss import (
+    CAUSES,
+    Interval,
+    LossChange,
+    Measures,
+    advise,
+    causes_of,
+    doubt,
+    readings,
+)
 from qie_nb.tiny.photos import make_pairs
 from qie_nb.trainer import QwenImageEditTrainer as Trainer
 
@@ -57,26 +66,46 @@ def test_an_image_that_did_not_follow_is_never_called_better():
 
 
 def test_the_lines_of_recorded_runs_are_short_and_do_not_call_a_worse_image_better():
-    lines = {(run["setting"], run["seed"]): trials.line_of(trials.recorded(run["measures"])) for run in RUNS}
-    assert len(lines) == len(RUNS) >= 85 and max(map(len, lines.values())) < 140
+    lines = {}
+    for run in RUNS:
+        measures = trials.recorded(run["measures"])
+        lines[run["setting"], run["seed"]] = trials.line_of(measures)
+    assert len(lines) == len(RUNS) >= 85
+    assert max(map(len, lines.values())) < 140
     for run in RUNS:
         m, line = trials.recorded(run["measures"]), lines[run["setting"], run["seed"]]
-        shown = (f" {m.image:.0f} grey levels", f" {m.image:.1f} grey levels") # a decimal where both would look equal
-        assert "-" not in line and (m.image < 10 or any(number in line for number in shown)), line
-        if "better than" in line and "not clearly" not in line: assert not doubt(m) and m.held_out.high < 1
+        # a decimal where both would look equal
+        shown = (f" {m.image:.0f} grey levels", f" {m.image:.1f} grey levels")
+        assert "-" not in line, line
+        assert m.image < 10 or any(number in line for number in shown), line
+        if "better than" in line and "not clearly" not in line:
+            assert not doubt(m)
+            assert m.held_out.high < 1
         if m.image > m.image_before + 0.5: assert "images worse" in line
 
 
 @pytest.mark.parametrize("doubted", [False, True])
 @pytest.mark.parametrize("begun", ["without LoRA", "at step 0"])
 def test_no_line_is_longer_than_139_characters(doubted, begun):
-    "With large steps and numbers that differ in the last digit only; the change since the last evaluation goes first."
+    """With large steps and numbers that differ in the last digit only.
+
+    The change since the last evaluation goes first."""
     falls = Interval(0.9999, 0.9998, 0.99991)
-    m = LEARNS._replace(step=1234567, held_out=falls, image=253.91, image_before=254.92, control=255., blank=100. if doubted else 255.)
+    m = LEARNS._replace(
+        step=1234567, held_out=falls, image=253.91, image_before=254.92, control=255., blank=255.)
+    if doubted:
+        m = m._replace(blank=100.)
     change = LossChange(0.123456, 0.123455, falls, 99)
     line = str(Evaluation(m, 0.1, change, change, 1234500, 252.9, begun))
-    assert len(line) < 140 and line.startswith("step 1234567: ") and "(a blank sheet: 100)" in line * doubted + "(a blank sheet: 100)" * (not doubted)
-    assert "since step 1200" in str(Evaluation(m._replace(step=1234), 0.1, change, change._replace(ratio=Interval(1., 0.9, 1.1)), 1200, None, begun)) or doubted
+    assert len(line) < 140
+    assert line.startswith("step 1234567: ")
+    if doubted:
+        assert "(a blank sheet: 100)" in line
+    else:
+        early = m._replace(step=1234)
+        unclear = change._replace(ratio=Interval(1., 0.9, 1.1))
+        line = str(Evaluation(early, 0.1, change, unclear, 1200, None, begun))
+        assert "since step 1200" in line
 
 
 def test_every_cause_has_signs_that_name_it_alone():

@@ -160,8 +160,11 @@ def test_data(seen):
     d = seen.data()
     assert [(c["checkpoint"], c["weight"], c["seed"], c["steps"], c["true_cfg_scale"]) for c in d["columns"]] == [("now", 0, 0, 2, 4.0), ("now", 1, 0, 2, 4.0)]
     assert [(r["prompt"], r["size"]) for r in d["rows"]] == [(NASTY, (64, 48)), ("two", (64, 48))]
-    want = [[np.sqrt(((p.astype(float) - np.asarray(t.resize((64, 48), Image.LANCZOS)))**2).mean()) for p in row] for row, t in zip(d["images"], (OTHER, IMAGE))]
-    assert np.allclose(d["error"], want) and "change" not in d
+    for row, errors, target in zip(d["images"], d["error"], (OTHER, IMAGE), strict=True):
+        small = np.asarray(target.resize((64, 48), Image.LANCZOS))
+        want = [np.sqrt(((image.astype(float) - small)**2).mean()) for image in row]
+        assert np.allclose(errors, want)
+    assert "change" not in d
     json.dumps(d["columns"]) # plain values
 
 
@@ -176,7 +179,9 @@ def test_html_is_escaped(seen):
 
 def test_figure(seen, tmp_path):
     fig = seen.figure()
-    assert len(fig.axes) == 2 * 4 and [a.get_title() for a in fig.axes[:4]] == ["before", "without LoRA", "with LoRA, full strength", "after"]
+    assert len(fig.axes) == 2 * 4
+    titles = [a.get_title() for a in fig.axes[:4]]
+    assert titles == ["before", "without LoRA", "with LoRA, full strength", "after"]
     assert np.array_equal(fig.axes[1].images[0].get_array(), seen.images[0][0]) and any("$x_$" in t.get_text() for t in fig.axes[0].texts)
     titled(seen, "$\\frac{$").figure().savefig(tmp_path/"bad.png") # as a formula it would raise
     assert Image.open(tmp_path/"bad.png").size[0] > 100

@@ -151,7 +151,8 @@ def test_the_base_is_evaluated_with_the_file_alone(made, files, tmp_path):
     assert close_images(opened(found["pictures"][0]), shown(want, tmp_path), 6)
 
 
-IMAGES = r"images (worse, )?[\d.]+ to [\d.]+ grey levels|grey levels as before" # without LoRA and now
+# without LoRA and now
+IMAGES = r"images (worse, )?[\d.]+ to [\d.]+ grey levels|grey levels as before"
 
 
 def test_images_of_another_schedule_are_not_compared(made, files, capsys):

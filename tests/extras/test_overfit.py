@@ -134,6 +134,15 @@ def test_bad_input_is_one_sentence(pairs, tmp_path, temporary, capsys):
     for kw in (dict(steps=0), dict(steps=True), dict(pairs=2.)):
         with pytest.raises(ValueError, match=f"`{next(iter(kw))}` must be a whole number from 1 to"): overfit_check(QwenImageEditTrainer(settings(pairs(), tmp_path)), **kw)
     with pytest.raises(ValueError, match="`trainer` must be a QwenImageEditTrainer, got {'data'"): overfit_check(dict(data=1))
-    for args, said in ((["check", "--overfit"], "`check` needs a configuration"),
-                       (["check", "--overfit", f"data.dataset_path={tmp_path/'none'}"], "none"), (["check", "--overfit", "preset=tiny", f"data.dataset_path={pairs()}", "--steps", "0"], "`--steps` must be")):
-        assert main(args) == 2 and said in (error := capsys.readouterr().err) and error.count("\n") == 1 and error.startswith("qie-nb check: ")
+    found = f"data.dataset_path={pairs()}"
+    nowhere = f"data.dataset_path={tmp_path/'none'}"
+    for args, said in (
+        (["check", "--overfit"], "`check` needs a configuration"),
+        (["check", "--overfit", nowhere], "none"),
+        (["check", "--overfit", "preset=tiny", found, "--steps", "0"], "`--steps` must be"),
+    ):
+        assert main(args) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert error.startswith("qie-nb check: ")

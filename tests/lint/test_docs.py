@@ -16,7 +16,7 @@ import quotes, website
 
 PAGES = sorted(p.stem for p in (ROOT/"docs").glob("*.md"))
 MEASURED = sorted(f"measured/{p.stem}" for p in (ROOT/"docs"/"measured").glob("*.md"))
-WRITTEN = ["../README", *(p for p in PAGES if p != "refusals"), *MEASURED] # refusals.md is generated
+WRITTEN = ["../README", *(p for p in PAGES if p != "refusals"), *MEASURED] # that one is generated
 GENERATED = ("options", "claims", "peers", "refusals") # these and tables may be longer
 SECTIONS = "model|data|train|cache|predict|optimizer|lr_scheduler|logging"
 read = lambda page: (ROOT/"docs"/f"{page}.md").read_text()
@@ -44,7 +44,8 @@ def test_the_recipe_is_a_configuration():
     for b in blocks:
         c = make_config(yaml.safe_load(b))
         assert c.model.lora.r == 16 and c.optimizer.lr == 1e-4
-        assert not any(getattr(c.train, length) for length in LENGTHS), "the recommended one is for all numbers of pairs"
+        for length in LENGTHS:
+            assert not getattr(c.train, length), "the recommended one is for all numbers of pairs"
 
 
 @each_page
@@ -101,7 +102,9 @@ def test_links_in_notebooks_exist():
         if ".ipynb_checkpoints" in path.parts:
             continue
         for cell in json.loads(path.read_text())["cells"]:
-            found = dead_links("".join(cell["source"]), path) if cell["cell_type"] == "markdown" else []
+            if cell["cell_type"] != "markdown":
+                continue
+            found = dead_links("".join(cell["source"]), path)
             if found:
                 dead[str(path.relative_to(ROOT))] = found
     assert not dead
@@ -110,18 +113,20 @@ def test_links_in_notebooks_exist():
 def test_dead_links_are_found(tmp_path):
     page = tmp_path/"a.md"
     page.write_text("# A title\n")
-    text = f"[a](a.md) [b](b.md) [c](#a-title) [d](a.md#b) [e](https://x.y/z) [f]({REPOSITORY}README.md) [g]({REPOSITORY}no.md)"
+    text = "[a](a.md) [b](b.md) [c](#a-title) [d](a.md#b) [e](https://x.y/z) "
+    text += f"[f]({REPOSITORY}README.md) [g]({REPOSITORY}no.md)"
     assert dead_links(text, page) == ["b.md", "a.md#b", f"{REPOSITORY}no.md"]
 
 
 def test_pages_name_pages_that_exist_in_code():
     "Comments and messages name pages by their path."
     named = {}
-    for folder, glob in (("qie_nb", "*.py"), ("tools", "*.py"), ("benchmarks", "*.py"), ("tests", "*.py"), ("kaggle", "*.py")):
-        for path in (ROOT/folder).rglob(glob):
+    for folder in ("qie_nb", "tools", "benchmarks", "tests", "kaggle"):
+        for path in (ROOT/folder).rglob("*.py"):
             for page in re.findall(r"\bdocs/([\w/]+\.md)", path.read_text()):
                 named.setdefault(page, path.name)
-    assert named and not {page: name for page, name in named.items() if not (ROOT/"docs"/page).is_file()}
+    assert named
+    assert not {page: name for page, name in named.items() if not (ROOT/"docs"/page).is_file()}
 
 
 @pytest.mark.parametrize("page", PAGES + MEASURED)
@@ -151,7 +156,8 @@ def test_the_job_of_the_page_is_one_that_the_script_takes():
         c = make_config(job.settings(a.preset, Path(a.pairs), Path(a.work), a.prompt, a.steps))
         assert c.train.max_train_steps == a.steps and c.data.prompt == a.prompt
     tomllib = pytest.importorskip("tomllib")
-    header = re.search(r"^# /// script$(.*?)^# ///$", (ROOT/"kaggle"/"job.py").read_text(), re.M | re.S)[1]
+    script = (ROOT/"kaggle"/"job.py").read_text()
+    header = re.search(r"^# /// script$(.*?)^# ///$", script, re.M | re.S)[1]
     assert tomllib.loads(re.sub(r"^# ?", "", header, flags=re.M))["dependencies"] == [
         "qie_nb[nf4] @ git+https://github.com/qie-nb/qie_nb"]
 
@@ -159,7 +165,8 @@ def test_the_job_of_the_page_is_one_that_the_script_takes():
 # --- the site
 def test_the_site_has_every_page_and_notebook():
     shown = json.dumps(website.navigation())
-    assert not [str(p) for p in website.sources() if p.suffix in (".md", ".ipynb") and str(p) not in shown]
+    pages = [str(p) for p in website.sources() if p.suffix in (".md", ".ipynb")]
+    assert not [page for page in pages if page not in shown]
 
 
 def test_links_of_the_site():
@@ -168,14 +175,16 @@ def test_links_of_the_site():
     assert of("../docs/speed.md#rates", "nbs/index.ipynb") == "../docs/speed.html#rates"
     assert of("docs/speed.md", "README.md") == "docs/speed.md" and of("#a", "README.md") == "#a"
     assert of("LICENSE", "README.md") == f"{website.REPOSITORY}/blob/main/LICENSE"
-    assert of("https://x.y/z.md", "nbs/index.ipynb") == "https://x.y/z.md" and of("no.md", "README.md") == "no.md"
+    assert of("https://x.y/z.md", "nbs/index.ipynb") == "https://x.y/z.md"
+    assert of("no.md", "README.md") == "no.md"
 
 
 def test_dead_links_of_the_site_are_found(tmp_path):
     (tmp_path/"b").mkdir()
     (tmp_path/"b"/"index.html").write_text('<h1 id="there">B</h1>')
-    (tmp_path/"a.html").write_text('<a href="b/#there"></a><a href="b/index.html#gone"></a><img src="no.png">'
-                                   '<a class="md-nav__link" href="#theirs"></a><a href="https://x.y"></a>')
+    (tmp_path/"a.html").write_text(
+        '<a href="b/#there"></a><a href="b/index.html#gone"></a><img src="no.png">'
+        '<a class="md-nav__link" href="#theirs"></a><a href="https://x.y"></a>')
     assert website.dead_links(tmp_path) == ["a.html: b/index.html#gone", "a.html: no.png"]
 
 
@@ -242,7 +251,8 @@ def test_each_claim_is_in_its_page_and_has_its_support():
 def test_each_bold_sentence_is_a_claim_or_a_heading():
     "Bold words of up to five words, or at the beginning of a paragraph, are names and headings."
     known = " ".join(c for c, *_ in claims())
-    for page in ("README", *(p for p in [*PAGES, *MEASURED] if p not in ("claims", "security", "options", "refusals", "glossary"))):
+    lists = ("claims", "security", "options", "refusals", "glossary")
+    for page in ("README", *(p for p in [*PAGES, *MEASURED] if p not in lists)):
         text = (ROOT/"README.md" if page == "README" else ROOT/"docs"/f"{page}.md").read_text()
         for m in re.finditer(r"\*\*([^*]+)\*\*", text):
             words, before = " ".join(m[1].split()).strip("."), text[:m.start()].rpartition("\n")[2]

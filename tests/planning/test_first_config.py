@@ -29,8 +29,15 @@ def test_the_file_is_a_configuration(gpus, pairs, tmp_path, monkeypatch):
     c, large = load_config_from_yaml("run.yaml"), bool(gpus) and gpus[0][1] > 14
     assert (c.preset != "tiny") == large == c.model.pretrained_model_name_or_path.startswith("Qwen/") and "qie-nb train run.yaml" in said
     assert (len(find_samples(c.data.dataset_path)) == pairs if pairs else c.data.dataset_path == "here") and c.data.image_size == ([512, 512] if large else [96, 96])
-    assert c.optimizer.lr == (1e-4 if large else 5e-3) and c.train.val_fraction == "auto" and c.train.output_dir == "output"
-    assert c.train.max_train_samples == (500 if large else 600) and c.train.max_train_steps is None
+    if large:
+        rate, samples = 1e-4, 500
+    else:
+        rate, samples = 5e-3, 600
+    assert c.optimizer.lr == rate
+    assert c.train.val_fraction == "auto"
+    assert c.train.output_dir == "output"
+    assert c.train.max_train_samples == samples
+    assert c.train.max_train_steps is None
     with pytest.raises(FileExistsError, match="--force"): init("here")
 
 

@@ -1,4 +1,6 @@
-"""One function decides a run without a length; README, `init`, `plan`, recipes and the notebooks all follow it."""
+"""One function decides a run without a length.
+
+README, `init`, `plan`, recipes and the notebooks all follow it."""
 import ast, json, math, re
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from test_machines import MACHINES
 
 REPO = Path(__file__).parents[2]
 PAIRS = 30
+LENGTHS = ("max_train_steps", "max_train_samples", "num_epochs")
 CARDS = { # {preset: (machine, GPU of `plan`, GPUs of the driver, steps)}
     "rtx4090": ("RTX 4090 with a screen", "RTX 4090", [("NVIDIA GeForce RTX 4090", 23.6)], 500),
     "t4x2": ("2 x T4", "2xT4", [("Tesla T4", 14.6)] * 2, 250),
@@ -39,9 +42,11 @@ def summary(config, machine, monkeypatch):
 
 def readme_config(preset, pairs) -> dict:
     "The configuration of README's first cell with the commented line for one's own pairs."
-    cell = next(c for c in re.findall("```python\n(.*?)```", (REPO/"README.md").read_text(), re.S) if "preset=preset" in c)
+    cells = re.findall("```python\n(.*?)```", (REPO/"README.md").read_text(), re.S)
+    cell = next(c for c in cells if "preset=preset" in c)
     line = re.search(r"^# (run, preset, pairs = .*)$", cell, re.M)[1]
-    code = re.sub(r"^(from|run,).*\n", "", cell, flags=re.M).replace("trainer = QwenImageEditTrainer(", "config = (")
+    code = re.sub(r"^(from|run,).*\n", "", cell, flags=re.M)
+    code = code.replace("trainer = QwenImageEditTrainer(", "config = (")
     names = {}
     exec(line, names)
     assert names["preset"] == "rtx4090"
@@ -55,9 +60,11 @@ def notebook_config(path, preset, pairs) -> dict:
     for cell in json.loads((REPO/path).read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code" and "own = dict(" in source:
-            made = next(n for n in ast.parse(source).body if isinstance(n, ast.Assign) and n.targets[0].id == "own")
+            assigned = [n for n in ast.parse(source).body if isinstance(n, ast.Assign)]
+            made = next(n for n in assigned if n.targets[0].id == "own")
             own = eval(compile(ast.Expression(made.value), path, "eval"))
-    return own | dict(preset=preset, data=own["data"] | dict(dataset_path=str(pairs), prompt="make it dusk"))
+    data = own["data"] | dict(dataset_path=str(pairs), prompt="make it dusk")
+    return own | dict(preset=preset, data=data)
 
 
 @pytest.mark.parametrize("preset", CARDS)
@@ -68,17 +75,23 @@ def test_thirty_pairs_are_the_same_run_everywhere(preset, tmp_path, monkeypatch)
     init(pairs, gpus=driver)
     asked = load_config_from_yaml("run.yaml")
     assert asked.preset == preset
+    short = dict(preset=preset, data=dict(dataset_path=str(pairs)))
+    kaggle = notebook_config("kaggle/train/train.ipynb", preset, pairs)
+    colab = notebook_config("kaggle/colab.ipynb", preset, pairs)
     said = { # a `RunSummary` each
         "README": summary(readme_config(preset, pairs), machine, monkeypatch),
         "init": summary(asked, machine, monkeypatch),
-        "a configuration without steps": summary(dict(preset=preset, data=dict(dataset_path=str(pairs))), machine, monkeypatch),
+        "a configuration without steps": summary(short, machine, monkeypatch),
         "plan --pairs": plan(gpu=gpu, pairs=PAIRS, config=dict(preset=preset)).summary,
         "plan run.yaml": plan(gpu=gpu, config=asked).summary,
-        "Kaggle": summary(notebook_config("kaggle/train/train.ipynb", preset, pairs), machine, monkeypatch),
-        "Colab": summary(notebook_config("kaggle/colab.ipynb", preset, pairs), machine, monkeypatch),
+        "Kaggle": summary(kaggle, machine, monkeypatch),
+        "Colab": summary(colab, machine, monkeypatch),
     }
     expected = said.pop("README")
-    assert (expected.steps, expected.samples, expected.held_out, expected.pairs) == (steps, 500, 5, PAIRS)
+    assert expected.steps == steps
+    assert expected.samples == 500
+    assert expected.held_out == 5
+    assert expected.pairs == PAIRS
     for where, run in said.items():
         assert run._replace(seconds=0) == expected._replace(seconds=0), where
         assert run.seconds == pytest.approx(expected.seconds), where
@@ -88,43 +101,63 @@ def test_thirty_pairs_are_the_same_run_everywhere(preset, tmp_path, monkeypatch)
     _, samples, held, _, time = session_table.recipe_row(PAIRS)
     assert (samples, held) == (500, 5) and (preset != "t4x2" or time == duration(expected.seconds))
     printed = str(expected)
-    assert re.fullmatch(rf"{steps} steps \(500 samples, batch 1, \d GPUs?\), about {duration(expected.seconds)} on "
-                        r"(an RTX 4090|2 x T4); 5 of 30 pairs held out", printed), printed
+    length = rf"{steps} steps \(500 samples, batch 1, \d GPUs?\)"
+    where = rf"about {duration(expected.seconds)} on (an RTX 4090|2 x T4)"
+    assert re.fullmatch(rf"{length}, {where}; 5 of 30 pairs held out", printed), printed
 
 
 @pytest.mark.parametrize("train, length", [
-    (dict(), (500, None)), (dict(max_train_samples=800), (800, None)), (dict(max_train_steps=40), (None, 40)),
-    (dict(num_epochs=3), (None, 3 * 25))])
+    (dict(), (500, None)),
+    (dict(max_train_samples=800), (800, None)),
+    (dict(max_train_steps=40), (None, 40)),
+    (dict(num_epochs=3), (None, 3 * 25)),
+])
 def test_a_length_of_the_user_decides(train, length, tmp_path, monkeypatch):
     pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * PAIRS)
-    one, two = (summary(dict(preset=preset, data=dict(dataset_path=str(pairs)), train=train), CARDS[preset][0], monkeypatch)
-                for preset in CARDS)
+    runs = []
+    for preset, (machine, *_) in CARDS.items():
+        config = dict(preset=preset, data=dict(dataset_path=str(pairs)), train=train)
+        runs.append(summary(config, machine, monkeypatch))
+    one, two = runs
     samples, steps = length
     if samples:
-        assert (one.samples, two.samples) == (samples, samples) and (one.steps, two.steps) == (samples, samples // 2)
+        assert (one.samples, two.samples) == (samples, samples)
+        assert (one.steps, two.steps) == (samples, samples // 2)
+        return
+    assert one.steps == steps
+    if "num_epochs" in train:
+        assert two.steps == math.ceil(25 / 2) * 3
     else:
-        assert one.steps == steps and two.steps == (math.ceil(25 / 2) * 3 if "num_epochs" in train else steps)
+        assert two.steps == steps
 
 
 def test_a_length_of_the_user_wins_over_the_preset():
     assert with_preset(dict(preset="tiny"))["train"]["max_train_steps"] == 150
     for own in (dict(num_epochs=2), dict(max_train_samples=40), dict(max_train_steps=7)):
         made = make_config(dict(preset="tiny", train=own)).train
-        assert {k: v for k in ("max_train_steps", "max_train_samples", "num_epochs") if (v := getattr(made, k))} == own
+        lengths = {k: getattr(made, k) for k in LENGTHS}
+        assert {k: v for k, v in lengths.items() if v} == own
 
 
 def test_steps_and_samples_are_not_both_given():
-    with pytest.raises(ValueError) as e: make_config(dict(train=dict(max_train_steps=500, max_train_samples=800)))
-    assert str(e.value) == ("`train.max_train_steps` 500 and `train.max_train_samples` 800 both say how long the run is; "
-                            "remove one of them")
+    both = dict(max_train_steps=500, max_train_samples=800)
+    with pytest.raises(ValueError) as e:
+        make_config(dict(train=both))
+    assert str(e.value) == (
+        "`train.max_train_steps` 500 and `train.max_train_samples` 800 both say how long the "
+        "run is; remove one of them")
 
 
 def tiny(pairs, folder, **train):
     "A trainer of the tiny model on the CPU."
+    run = dict(output_dir=str(folder/"run"), device="cpu", eval_at_start=False, eval_images=0)
     return QwenImageEditTrainer(dict(
-        preset="tiny", data=dict(dataset_path=str(pairs), image_size=[32, 32], batch_size=2),
-        train=dict(output_dir=str(folder/"run"), device="cpu", eval_at_start=False, eval_images=0) | train,
-        cache=dict(cache_dir=str(folder/"cache")), logging=dict(log_dir=str(folder/"runs"), report_to="none")))
+        preset="tiny",
+        data=dict(dataset_path=str(pairs), image_size=[32, 32], batch_size=2),
+        train=run | train,
+        cache=dict(cache_dir=str(folder/"cache")),
+        logging=dict(log_dir=str(folder/"runs"), report_to="none"),
+    ))
 
 
 def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, capsys):
@@ -134,8 +167,10 @@ def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, caps
     capsys.readouterr()
     trainer.fit()
     first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == "2 steps (4 samples, batch 2, no GPU); 5 of 20 pairs held out" and trainer.global_step == 2
-    assert second.startswith("held out of training, for evaluation: '") and second.endswith("(`train.val_fraction: 0` trains on all pairs)")
+    assert first == "2 steps (4 samples, batch 2, no GPU); 5 of 20 pairs held out"
+    assert trainer.global_step == 2
+    assert second.startswith("held out of training, for evaluation: '")
+    assert second.endswith("(`train.val_fraction: 0` trains on all pairs)")
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
@@ -143,7 +178,8 @@ def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
     trainer = tiny(pairs, tmp_path, max_train_steps=None, num_epochs=None)
     trainer.data.continued = tmp_path
     for was, held in (("auto", 1), (0.0, 0), (0.1, 2), (3, 3)): # auto: of an older version
-        state = dict(run=dict(settings={"train.val_fraction": was}), config=dict(train=dict(num_epochs=10)))
+        run = dict(settings={"train.val_fraction": was})
+        state = dict(run=run, config=dict(train=dict(num_epochs=10)))
         (tmp_path/"state.json").write_text(json.dumps(state))
         loader = trainer.make_loader()
         assert len(trainer.held_out or ()) == held and len(loader.dataset) == 20 - held
@@ -152,9 +188,12 @@ def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("was, now, epochs", [
-    (dict(num_epochs=10, max_train_steps=None), dict(), 10), (dict(num_epochs=10), dict(max_train_samples=800), None),
-    (dict(num_epochs=10), dict(num_epochs=3), 3), (dict(num_epochs=10, max_train_steps=40), dict(), None),
-    (dict(num_epochs=None, max_train_samples=None), dict(), None)])
+    (dict(num_epochs=10, max_train_steps=None), dict(), 10),
+    (dict(num_epochs=10), dict(max_train_samples=800), None),
+    (dict(num_epochs=10), dict(num_epochs=3), 3),
+    (dict(num_epochs=10, max_train_steps=40), dict(), None),
+    (dict(num_epochs=None, max_train_samples=None), dict(), None),
+])
 def test_a_run_of_an_older_version_keeps_its_ten_passes(was, now, epochs):
     train = make_config(dict(train=now)).train
     said = keep_older_length(train, dict(config=dict(train=was)))

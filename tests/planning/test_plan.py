@@ -17,10 +17,17 @@ SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_a
 
 
 @pytest.mark.parametrize("names, gpu", [
-    (("T4", "Tesla T4", "nvidia t4"), GPUS["T4"]), (("2xT4", "T4 x2"), replace(GPUS["T4"], count=2)), (("A100", "A100 40GB", "NVIDIA A100-SXM4-40GB"), GPUS["A100 40"]),
-    (("2 x NVIDIA A100-SXM4-80GB",), replace(GPUS["A100 80"], count=2)), (("H100 80GB", "NVIDIA H100 80GB HBM3"), GPUS["H100"]), (("5090",), GPUS["RTX 5090"]),
-    (("RTX 2070 8GB x4",), replace(GPUS["RTX 2070"], count=4)), ((24, "24 GB"), Gpu("24 GB", 24 * 10**9)),
-    (("NVIDIA L40S 48 GB", "L40S"), GPUS["L40S"]), (("RTX 2080 Ti 11GB",), GPUS["RTX 2080 Ti"])])
+    (("T4", "Tesla T4", "nvidia t4"), GPUS["T4"]),
+    (("2xT4", "T4 x2"), replace(GPUS["T4"], count=2)),
+    (("A100", "A100 40GB", "NVIDIA A100-SXM4-40GB"), GPUS["A100 40"]),
+    (("2 x NVIDIA A100-SXM4-80GB",), replace(GPUS["A100 80"], count=2)),
+    (("H100 80GB", "NVIDIA H100 80GB HBM3"), GPUS["H100"]),
+    (("5090",), GPUS["RTX 5090"]),
+    (("RTX 2070 8GB x4",), replace(GPUS["RTX 2070"], count=4)),
+    ((24, "24 GB"), Gpu("24 GB", 24 * 10**9)),
+    (("NVIDIA L40S 48 GB", "L40S"), GPUS["L40S"]),
+    (("RTX 2080 Ti 11GB",), GPUS["RTX 2080 Ti"]),
+])
 def test_gpus_by_name(names, gpu):
     assert [parse_gpu(n) for n in names] == [gpu] * len(names)
 
@@ -145,7 +152,10 @@ def test_the_time_is_that_of_the_session_table():
     import session_table
     for products in ("float32", "float16"):
         p, _, phases = session_table.case("kaggle", 512, products)
-        assert step_seconds(p.shown.query, "Tesla T4") * session_table.samples_for(50) == pytest.approx(phases["train"] * 1.84) and p.shown.query.processes == 2
+        query = p.shown.query
+        seconds = step_seconds(query, "Tesla T4") * session_table.samples_for(50)
+        assert seconds == pytest.approx(phases["train"] * 1.84)
+        assert query.processes == 2
     known = plan("2511", "RTX 4090", 1024, config=dict(train=dict(max_train_steps=100)))
     assert "for 100 samples" in repr(known) and known.data()["strategies"][0]["time"].endswith(" min") and "TFLOP" not in repr(known)
     assert not plan("2511", 48, 1024).time() and "TFLOP a step" in repr(plan("2511", 48, 1024)), "of unknown speed"

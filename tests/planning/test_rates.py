@@ -70,14 +70,26 @@ def test_a_gpu_without_kernels_is_refused(name):
 
 
 @pytest.mark.parametrize("name, known", [
-    ("NVIDIA GeForce RTX 3080", "RTX 3080"), ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
-    ("NVIDIA GeForce RTX 4070 SUPER", "RTX 4070 Super"), ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
-    ("NVIDIA RTX A6000", "RTX A6000"), ("NVIDIA A10G", "A10G"), ("NVIDIA A10", "A10"), ("NVIDIA L40S", "L40S"),
-    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA H100 80GB HBM3", "H100"),
-    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"), ("Tesla T4", "T4"), ("NVIDIA B200", "B200"),
-    ("NVIDIA A100-SXM4-40GB", "A100 40"), ("NVIDIA A100 80GB PCIe", "A100 80"),
+    ("NVIDIA GeForce RTX 3080", "RTX 3080"),
+    ("NVIDIA GeForce RTX 3080 Ti", "RTX 3080 Ti"),
+    ("NVIDIA GeForce RTX 4070 SUPER", "RTX 4070 Super"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX 4070 Ti Super"),
+    ("NVIDIA RTX A6000", "RTX A6000"),
+    ("NVIDIA A10G", "A10G"),
+    ("NVIDIA A10", "A10"),
+    ("NVIDIA L40S", "L40S"),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+    ("NVIDIA H100 80GB HBM3", "H100"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
+    ("Tesla T4", "T4"),
+    ("NVIDIA B200", "B200"),
+    ("NVIDIA A100-SXM4-40GB", "A100 40"),
+    ("NVIDIA A100 80GB PCIe", "A100 80"),
     ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti"),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"), ("NVIDIA L40", None)])
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 3060 Ti", "RTX 3060 Ti"),
+    ("NVIDIA L40", None),
+])
 def test_the_name_of_a_driver(name, known):
     assert known_gpu_name(name) == known
 

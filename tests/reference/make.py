@@ -697,12 +697,23 @@ def run_decisions(folder) -> dict:
 
 ADVISED = ("defaults", "nf4", "qfloat8, selective", "inputs offloaded, no checkpointing",
            "encoder batch", "adafactor", "rtx4090") # cases of `RUNS`
-SCHEDULES = [dict(), dict(num_epochs=10), dict(max_train_steps=10), dict(max_train_steps=1000), dict(num_epochs=3),
-             dict(save_interval=0), dict(save_steps=50), dict(save_interval=0, save_steps=7),
-             dict(eval_interval=2), dict(eval_interval=0), dict(eval_steps=30),
-             dict(eval_interval=3, eval_steps=100), dict(gradient_accumulation_steps=4),
-             dict(gradient_accumulation_steps=5, num_epochs=2, eval_interval=1),
-             dict(max_train_steps=40, gradient_accumulation_steps=50)]
+SCHEDULES = [
+    dict(),
+    dict(num_epochs=10),
+    dict(max_train_steps=10),
+    dict(max_train_steps=1000),
+    dict(num_epochs=3),
+    dict(save_interval=0),
+    dict(save_steps=50),
+    dict(save_interval=0, save_steps=7),
+    dict(eval_interval=2),
+    dict(eval_interval=0),
+    dict(eval_steps=30),
+    dict(eval_interval=3, eval_steps=100),
+    dict(gradient_accumulation_steps=4),
+    dict(gradient_accumulation_steps=5, num_epochs=2, eval_interval=1),
+    dict(max_train_steps=40, gradient_accumulation_steps=50),
+]
 RATES = [dict(scheduler_type="constant"), dict(), dict(warmup_steps=10),
          dict(scheduler_type="linear", warmup_steps=10), dict(scheduler_type="cosine"),
          dict(scheduler_type="cosine", num_cycles=1.5, warmup_steps=5),

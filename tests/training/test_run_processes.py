@@ -291,12 +291,19 @@ def test_error_of_a_process_is_raised_here(config, watched, monkeypatch, rank, c
     if continues: assert t.fit().global_step == 10
 
 
+# a regular expression
+BROKEN = "the training failed: .*NaN.* The last checkpoint is step_00000004"
+
+
 @pytest.mark.slow
-def test_an_adapter_with_nan_ends_the_run_of_two_processes_as_it_ends_one(config, watched, monkeypatch):
-    "From the fifth step on the adapter has NaN; the checkpoint of step 4 is good, no LoRA is written, and `fit` raises here."
+def test_an_adapter_with_nan_ends_the_run_of_two_processes_as_it_ends_one(
+        config, watched, monkeypatch):
+    """From the fifth step on the adapter has NaN; the checkpoint of step 4 is good.
+
+    No LoRA is written, and `fit` raises here."""
     monkeypatch.setenv("QIE_NB_FAULT", "NaN 5")
     t = QwenImageEditTrainer(config("out", num_processes=2))
-    with pytest.raises(ValueError, match="(?s)the training failed: .*NaN.* The last checkpoint is step_00000004"):
+    with pytest.raises(ValueError, match="(?s)" + BROKEN):
         t.fit()
     assert not started()
     nothing_broken_was_saved(Path(t.config.train.output_dir))
@@ -304,21 +311,26 @@ def test_an_adapter_with_nan_ends_the_run_of_two_processes_as_it_ends_one(config
 
 @pytest.mark.weekly
 @pytest.mark.slow
-def test_a_launched_run_whose_adapter_has_nan_ends_with_an_error(config, watched, monkeypatch, tmp_path):
+def test_a_launched_run_whose_adapter_has_nan_ends_with_an_error(
+        config, watched, monkeypatch, tmp_path):
     "Of `torchrun`, as `accelerate launch` starts it."
     monkeypatch.setenv("QIE_NB_FAULT", "NaN 5")
     (tmp_path/"run.yaml").write_text(json.dumps(config("out")))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *torchrun, "-m", "qie_nb.cli", "train", "--config", str(tmp_path/"run.yaml")]
+    train = ["-m", "qie_nb.cli", "train", "--config", str(tmp_path/"run.yaml")]
+    command = [sys.executable, *torchrun, *train]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode != 0
-    assert re.search("the training failed: .*NaN.* The last checkpoint is step_00000004", done.stderr), done.stderr
+    assert re.search(BROKEN, done.stderr), done.stderr
     nothing_broken_was_saved(tmp_path/"out")
 
 
 def nothing_broken_was_saved(out:Path):
-    "All checkpoints are from before the fifth step, each with finite numbers, and no LoRA of the end was written."
-    assert [c.name for c in complete_checkpoints(out/"checkpoints")] == ["step_00000002", "step_00000004"]
+    """All checkpoints are from before the fifth step, each with finite numbers.
+
+    No LoRA of the end was written."""
+    found = [c.name for c in complete_checkpoints(out/"checkpoints")]
+    assert found == ["step_00000002", "step_00000004"]
     files = list(out.rglob("*.safetensors"))
     assert files and all(t.isfinite().all() for f in files for t in load_file(f).values())
     assert not (out/"lora").exists()

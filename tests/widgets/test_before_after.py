@@ -1,4 +1,7 @@
-"""Before and after: image types, sizes, and the page; its line is dragged in tests/end_to_end/test_browser.py."""
+"""Before and after: image types, sizes, and the page.
+
+Its line is dragged in tests/end_to_end/test_browser.py.
+"""
 import base64, io, re
 
 import numpy as np
@@ -34,19 +37,30 @@ def test_different_sizes(tmp_path):
 def test_images_are_in_the_page_at_display_size(size):
     view = before_after(noise(*size), noise(*size))
     page = view.html()
-    images = [Image.open(io.BytesIO(base64.b64decode(data))) for data in re.findall("base64,([^\"]*)", page)]
+    encoded = re.findall("base64,([^\"]*)", page)
+    images = [Image.open(io.BytesIO(base64.b64decode(data))) for data in encoded]
     assert len(images) == 2 and len(page) < 800_000
-    for image in images: assert max(image.size) <= 640 + 2 and image.size[1] <= 362 and max(image.size) >= min(max(view.before.size), 640)
+    for image in images:
+        assert max(image.size) <= 640 + 2
+        assert image.size[1] <= 362
+        assert max(image.size) >= min(max(view.before.size), 640)
 
 
 def test_without_a_script_both_images_are_whole_side_by_side():
-    page = before_after(noise(96, 64), noise(96, 64), ["a", "b"]).html().partition("<script>")[0]
-    assert page.count("<figure") == 2 and "position:absolute" not in page and "clip" not in page and re.findall("<figcaption[^>]*>([^<]*)", page) == ["a", "b"]
+    view = before_after(noise(96, 64), noise(96, 64), ["a", "b"])
+    page = view.html().partition("<script>")[0]
+    assert page.count("<figure") == 2
+    assert "position:absolute" not in page
+    assert "clip" not in page
+    assert re.findall("<figcaption[^>]*>([^<]*)", page) == ["a", "b"]
 
 
 def test_titles_are_escaped_and_not_in_the_script():
-    page, _, script = before_after(noise(8, 8), noise(9, 9), [HOSTILE, HOSTILE]).html().partition("<script>")
-    assert "<img src=x" not in page and page.count("&lt;img src=x") == 4 and "pwned" not in script # in two captions, twice in the note
+    view = before_after(noise(8, 8), noise(9, 9), [HOSTILE, HOSTILE])
+    page, _, script = view.html().partition("<script>")
+    assert "<img src=x" not in page
+    assert page.count("&lt;img src=x") == 4, "in two captions, twice in the note"
+    assert "pwned" not in script
 
 
 @pytest.mark.parametrize("args, sentence", [

@@ -231,8 +231,13 @@ def test_failing_click_shows_a_message(pairs):
     c.on.click()
     assert "(3 of 3)" in c.page.value
     c.scan.click()
-    assert "found 2 pairs of unusual size or shape: choose them in the list" in c.message.value and "cannot be told from the images alone" in c.message.value and view.filters()["near"] == 0
-    assert c.page.value.count(">before</figcaption>") == c.page.value.count(">after</figcaption>") == 3 and c.caption.layout.display == "none"
+    said = c.message.value
+    assert "found 2 pairs of unusual size or shape: choose them in the list" in said
+    assert "cannot be told from the images alone" in said
+    assert view.filters()["near"] == 0
+    assert c.page.value.count(">before</figcaption>") == 3
+    assert c.page.value.count(">after</figcaption>") == 3
+    assert c.caption.layout.display == "none"
     assert all(w.layout.display != "none" for w in (c.back, c.on, c.scan, c.whole, c.filter))
     c.filter.value = "near"
     assert "no sample" in c.page.value and view.data()["id"] is None and (c.slider.max, c.slider.disabled) == (1, True)
@@ -245,15 +250,23 @@ def test_a_pair_is_excluded_from_the_next_run_and_taken_back(pairs):
     c = view.box and view.controls
     c.on.click()
     c.exclude.click()
-    assert config.data.exclude == ["0001"] and [s.id for s in ImageDataset(config).samples] == ["0000", "0002", "0003"]
-    assert "data.exclude: [&#x27;0001&#x27;]" in c.message.value and c.exclude.description == "include this pair again"
+    assert config.data.exclude == ["0001"]
+    assert [s.id for s in ImageDataset(config).samples] == ["0000", "0002", "0003"]
+    assert "data.exclude: [&#x27;0001&#x27;]" in c.message.value
+    assert c.exclude.description == "include this pair again"
     c.glance.value = True
-    assert c.page.value.count("<img") == 8 and c.page.value.count("(excluded)") == 1 and c.on.disabled and c.exclude.disabled and c.caption.layout.display == "none"
+    assert c.page.value.count("<img") == 8
+    assert c.page.value.count("(excluded)") == 1
+    assert c.on.disabled
+    assert c.exclude.disabled
+    assert c.caption.layout.display == "none"
     c.glance.value = False
     c.exclude.click()
     assert config.data.exclude == [] and "no pair is excluded" in c.message.value
     config.data.exclude = ["0001", "nosuch"]
-    with pytest.raises(ValueError, match="`data.exclude` has 'nosuch', which no pair of the data set is called"): ImageDataset(config)
+    sentence = "`data.exclude` has 'nosuch', which no pair of the data set is called"
+    with pytest.raises(ValueError, match=sentence):
+        ImageDataset(config)
 
 
 def test_at_a_glance_goes_by_thirty(many):
@@ -261,7 +274,10 @@ def test_at_a_glance_goes_by_thirty(many):
     view.glance = True
     for first in (1, 31, 61):
         page = view.page()
-        assert page.count("<img") == 60 and f"<br>{first}: " in page and f"<br>{first + 29}: " in page and f"<br>{first + 30}: " not in page
+        assert page.count("<img") == 60
+        assert f"<br>{first}: " in page
+        assert f"<br>{first + 29}: " in page
+        assert f"<br>{first + 30}: " not in page
         view.step()
 
 
@@ -273,11 +289,15 @@ def test_both_sides_are_swapped_in_the_configuration_and_swapped_back(pairs, tmp
     before, after = view.dataset.samples[0].controls[0], view.dataset.samples[0].target
     c.swap.click()
     found = ImageDataset(config).samples[0]
-    assert (found.target, found.controls) == (before, (after,)) == (view.dataset.samples[0].target, view.dataset.samples[0].controls)
+    assert (found.target, found.controls) == (before, (after,))
+    shown = view.dataset.samples[0]
+    assert (shown.target, shown.controls) == (before, (after,))
     assert "data.target_dir: control_images" in c.message.value
     c.swap.click()
-    assert view.dataset.samples[0].target == after and sorted(p.name for p in root.iterdir()) == ["control_images", "training_images"]
-    two = sample_viewer(ImageDataset(dict(dataset_path=str(write_pairs(tmp_path/"two", ((48, 32),) * 3, controls=2)))))
+    assert view.dataset.samples[0].target == after
+    assert sorted(p.name for p in root.iterdir()) == ["control_images", "training_images"]
+    with_two = write_pairs(tmp_path/"two", ((48, 32),) * 3, controls=2)
+    two = sample_viewer(ImageDataset(dict(dataset_path=str(with_two))))
     two.box and two.controls.swap.click()
     assert "one image before and one after" in two.controls.message.value
 
@@ -603,7 +623,10 @@ def test_live_and_static_forms(pairs):
     both = sample_viewer(ds), cache_status(ds)
     for shown in both: assert live(shown) == [shown._page.model_id] and shown.box in shown._page.children
     assert live(pair_grid(ds)) == [], "a grid has no controls"
-    both_versions = {"HTML", "Button", "Textarea", "IntSlider", "Text", "Dropdown", "Checkbox", "ToggleButton", "VBox", "HBox"} # of ipywidgets
+    both_versions = { # of ipywidgets
+        "HTML", "Button", "Textarea", "IntSlider", "Text",
+        "Dropdown", "Checkbox", "ToggleButton", "VBox", "HBox",
+    }
     assert {type(w).__name__ for shown in both for w in widgets_in(shown.box)} <= both_versions
     static = both[0].html()
     assert static.count("<figure") == 8 and "and 2 more" in static and "pair_grid(dataset" in static

@@ -61,7 +61,9 @@ def go(t, panel, steps, loss=0.5):
         panel.on_step_end(t)
 
 
-def panels_of(shown): return [s for s in shown if not s[2].get("text/plain", "").startswith("took: ")] # without the summaries of runs
+def panels_of(shown):
+    "What is displayed, without the summaries of runs."
+    return [s for s in shown if not s[2].get("text/plain", "").startswith("took: ")]
 
 
 def trainer(root, folder, panel="auto", callbacks=(), **train):
@@ -86,7 +88,9 @@ def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive
     adapters_close(seen, plain)
     assert [s for s, _ in panels[1].data()["curve"]] == [1, 2, 3, 4, 5, 6], "the second panel begins with the curve so far"
     last = panels_of(is_interactive)[-1][2]
-    assert "finished</b>, step 6 of 6, epoch 2 of 2" in last["text/html"] and "what comes next" in last["text/html"] and "training panel: step" in last["text/plain"]
+    assert "finished</b>, step 6 of 6, epoch 2 of 2" in last["text/html"]
+    assert "what comes next" in last["text/html"]
+    assert "training panel: step" in last["text/plain"]
 
 
 def test_failing_panel_does_not_end_the_run(tmp_path, is_interactive, monkeypatch, capsys):
@@ -135,10 +139,18 @@ def test_an_evaluation_is_one_line_with_its_intervals_folded(tmp_path):
     t, panel = begun(tmp_path, TrainingPanel(every=0))
     assert "<details" not in panel.html()
     t.state.evaluated = f"step 50: better {HOSTILE}"
-    t.state.evaluations = [dict(step=0, loss=[0.6, 0.5, 0.72], ratio=None, image=68.), dict(step=50, loss=[0.19, None, None], ratio=[0.32, None, None], image=None)]
+    t.state.evaluations = [
+        dict(step=0, loss=[0.6, 0.5, 0.72], ratio=None, image=68.),
+        dict(step=50, loss=[0.19, None, None], ratio=[0.32, None, None], image=None),
+    ]
     page = panel.html()
-    assert "<summary>step 50: better &lt;img" in page and "0.5000 to 0.7200" in page and "0.32" in page and "<img src=x" not in page and "None" not in page
-    assert "<details" not in panel.body(), "the headline is redrawn every second, which would fold it again"
+    assert "<summary>step 50: better &lt;img" in page
+    assert "0.5000 to 0.7200" in page
+    assert "0.32" in page
+    assert "<img src=x" not in page
+    assert "None" not in page
+    assert "<details" not in panel.body(), (
+        "the headline is redrawn every second, which would fold it again")
 
 
 def test_the_slider_shows_the_images_of_earlier_evaluations(tmp_path, is_interactive):
@@ -151,13 +163,16 @@ def test_the_slider_shows_the_images_of_earlier_evaluations(tmp_path, is_interac
         t.state.eval_images = [EvalImage("a", "pair", tmp_path/f"{step}.png")]
         panel.show_eval_images(t.state)
         panel.draw()
-    assert list(panel.history.options) == [0, 10, 20] and panel.history.value == 20 and "after step 20" in panel.bottom.value
+    assert list(panel.history.options) == [0, 10, 20]
+    assert panel.history.value == 20
+    assert "after step 20" in panel.bottom.value
     panel.history.value = 0
     assert "before the first step" in panel.bottom.value and panel.data()["sampled"] == [0, 10, 20]
     t.state.global_step = 30
     panel.show_eval_images(t.state)
     panel.draw()
-    assert panel.history.value == 0 and "before the first step" in panel.bottom.value, "a new evaluation does not move it"
+    assert panel.history.value == 0, "a new evaluation does not move it"
+    assert "before the first step" in panel.bottom.value
 
 
 def test_long_run_stays_small(tmp_path):
@@ -265,7 +280,9 @@ def test_images_stand_between_control_and_target(tmp_path):
     panel.on_train_begin(t) # again, after an evaluation before the first step
     titles = re.findall("font-weight:bold\">([^<]*)", panel.gallery())
     assert titles == ["before", "edit before the first step", "after"], "once for all rows"
-    assert panel.gallery().count("<img") == 5 and "repeat(3, minmax(0, 1fr))" in panel.gallery() and panel.gallery().count("aspect-ratio:64/32") == 5
+    assert panel.gallery().count("<img") == 5
+    assert "repeat(3, minmax(0, 1fr))" in panel.gallery()
+    assert panel.gallery().count("aspect-ratio:64/32") == 5
     assert panel.gallery().count("edited with 12 steps, guidance 4") == 1
     assert panel.gallery().count("pair") == panel.gallery().count("own") == 1
 
