@@ -35,8 +35,8 @@ def _config(a): # `Config`, or None if nothing is given
     if len(files := [*filter(None, [a.config]), *files]) > 1:
         raise ValueError(f"give one configuration file, got {', '.join(files)}")
     if files and not typed_path(files[0]).exists():
-        raise FileNotFoundError(f"`config` {files[0]!r} does not exist; give the path of a YAML file, or let "
-                                "`qie-nb init` write one")
+        raise FileNotFoundError(f"`config` {files[0]!r} does not exist; "
+                                "give the path of a YAML file, or let `qie-nb init` write one")
     if getattr(a, "preset", None): settings.append(f"preset={a.preset}")
     return load_config_from_yaml(*files or [None], settings) if files or settings else None
 
@@ -50,8 +50,9 @@ def _needed_config(a):
 def _check_least(a, **least): # {flag: its least value}
     "Raises ValueError for a number of the command line that is too small."
     for name, low in least.items():
-        if getattr(a, name) is not None and getattr(a, name) < low:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be {low} or more, got {getattr(a, name):g}")
+        value = getattr(a, name)
+        if value is not None and value < low:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be {low} or more, got {value:g}")
 
 # %% ../nbs/04_cli.ipynb #22c1fb01
 def check_paths(c, a): # `Config`, arguments
@@ -63,8 +64,8 @@ def check_paths(c, a): # `Config`, arguments
     loras = [l and re.sub(r":-?[\d.]+$", "", l) for l in loras] # path:weight
     for lora in filter(None, loras):
         if is_path(lora) and not typed_path(lora).exists():
-            raise FileNotFoundError(f"LoRA {lora!r} does not exist; give a .safetensors file, or a folder with "
-                                    "pytorch_lora_weights.safetensors")
+            raise FileNotFoundError(f"LoRA {lora!r} does not exist; give a .safetensors file, "
+                                    "or a folder with pytorch_lora_weights.safetensors")
     for image in getattr(a, "image", []):
         file = path_from(image, "image")
         if file.is_dir(): raise ValueError(f"image {image!r} is a folder; give an image file")
@@ -151,7 +152,8 @@ def predict(a):
 # %% ../nbs/04_cli.ipynb #788a16ee
 def cache(a):
     _check_least(a, shard_gb=0.001)
-    if a.action == "pack" and not a.out: raise ValueError("`--out` is not set; name a new folder for the packed cache")
+    if a.action == "pack" and not a.out:
+        raise ValueError("`--out` is not set; name a new folder for the packed cache")
     from qie_nb.core.cache_layers import may_hold_cache
     a.settings, others = _split_settings(a.cache_dir)
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
@@ -413,8 +415,8 @@ def parser() -> CommandParser:
         ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"],
                         help="gc removes what no run needs")),
         ("cache_dir", dict(nargs="*", help="folders, the last one is written; default the configuration's")),
-        *config, ("--json", flag("with stats: JSON")), ("--kind", dict(choices=EVERY_KIND, metavar="KIND",
-            help=f"with clear: {', '.join(EVERY_KIND)}; default all")),
+        *config, ("--json", flag("with stats: JSON")), ("--kind", dict(choices=EVERY_KIND,
+            metavar="KIND", help=f"with clear: {', '.join(EVERY_KIND)}; default all")),
         ("--repair", flag("with verify: move bad entries to quarantine")),
         ("--dry-run", flag("with clear and gc: only report")),
         ("--yes", flag("with clear: do not ask")), ("--out", dict(help="with pack: new folder")),

@@ -20,7 +20,8 @@ from .core.settings import (
 from qie_nb.core.section import (
     Options, Section, Setting, all_settings, error_text, is_section, nearest_key, older_names, other_names,
     unknown_key_text)
-from .core.presets import PRESETS, VARIANT_NAMES, check_model_name, parse_gpu_name, with_preset
+from .core.presets import (
+    PRESETS, VARIANT_NAMES, check_model_name, parse_gpu_name, with_preset)
 from .core.settings import role_of, setting, without_removed
 from .core.sections import (
     BATCHES_PER_STEP, AutoBool, CacheSection, DataSection, Folder, LoggingSection, LoraSection, ModelSection,
@@ -185,12 +186,16 @@ def sides_of(
     resolution:object, # a side or width x height, as text or numbers
 ) -> list: # [width, height] in pixels
     "A resolution that was typed. Raises ValueError with the form."
-    text = "x".join(map(str, resolution)) if isinstance(resolution, (list, tuple)) else str(resolution)
+    text = str(resolution)
+    if isinstance(resolution, (list, tuple)):
+        text = "x".join(map(str, resolution))
     sides = re.fullmatch(r"(\d+)(?:[x*](\d+))?", text.lower().replace(" ", ""))
     if not sides:
-        raise ValueError(f"`resolution` must be a side or width x height in pixels, got {resolution!r}; "
-                         "e.g. 1024 or 832x576")
-    return make_config(dict(data=dict(image_size=[int(sides[1]), int(sides[2] or sides[1])]))).data.image_size
+        raise ValueError("`resolution` must be a side or width x height in pixels, "
+                         f"got {resolution!r}; e.g. 1024 or 832x576")
+    width = int(sides[1])
+    height = int(sides[2] or width)
+    return make_config(dict(data=dict(image_size=[width, height]))).data.image_size
 
 def check_plan_arguments(
     model:str=None, # folder, hub id or variant

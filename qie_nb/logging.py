@@ -27,7 +27,8 @@ from PIL import Image
 
 from qie_nb.config import LoggingSection
 from qie_nb.core.files import write_atomic
-from qie_nb.core.display import Display, Progress, digits_text, is_interactive, kernel, short_time, table_html
+from qie_nb.core.display import (
+    Display, Progress, digits_text, is_interactive, kernel, short_time, table_html)
 from qie_nb.data.batches import Batch
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
@@ -328,7 +329,8 @@ def peak_memory(t:"QwenImageEditTrainer") -> str: # "" if it is not known
     if "peak_MB" not in gauges:
         import resource, sys
         unit = 1 if sys.platform == "darwin" else 1024 # bytes there, kB here
-        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB of this process"
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return f"{used / 1e9:.1f} GB of this process"
     from qie_nb.planning.plan import step_memory
     planned = ""
     with suppress(ValueError, KeyError, AttributeError): # a model that the plan does not know
@@ -340,7 +342,9 @@ def best_text(t:"QwenImageEditTrainer") -> str: # "" if nothing was held out
     s = t.state
     if not s.best: return ""
     loss = digits_text(s.best[0], 3)
-    if not s.best[1]: return f"none: no evaluated step has a lower held-out loss than before the first one ({loss})"
+    if not s.best[1]:
+        return ("none: no evaluated step has a lower held-out loss "
+                f"than before the first one ({loss})")
     first = next((row["loss"][0] for row in s.evaluations if not row["step"]), None)
     than = "" if first is None else f"; before the first step {digits_text(first, 3)}"
     return f"{s.best[1]}: the lowest held-out loss, {loss}{than}"
@@ -351,14 +355,18 @@ def files_of(t:"QwenImageEditTrainer") -> dict: # {what: path}, of those that ex
     last = named_checkpoint(root, "latest")
     best = named_checkpoint(root, "best")
     logs = sorted((root/"logs").glob("training_*.csv"))
-    found = {"LoRA": last and last/WEIGHT_NAME, "best LoRA": best and best != last and best/WEIGHT_NAME,
-             "images": root/"inference", "log": logs[-1] if logs else None}
+    found = {
+        "LoRA": last and last/WEIGHT_NAME,
+        "best LoRA": best and best != last and best/WEIGHT_NAME,
+        "images": root/"inference",
+        "log": logs[-1] if logs else None,
+    }
     return {what: path for what, path in found.items() if path and path.exists()}
 
 # %% ../nbs/03_logging.ipynb #68a60b5c
 NEXT = dict(
-    notebook=("compare_validation(trainer) shows what the LoRA does to held-out pairs; trainer.save_lora('lora') "
-              "writes its file"),
+    notebook=("compare_validation(trainer) shows what the LoRA does to held-out pairs; "
+              "trainer.save_lora('lora') writes its file"),
     command="qie-nb predict --lora {lora} --image photo.jpg --prompt '...'",
     stopped="fit() continues from here; in a shell the same command with --resume latest")
 
@@ -375,7 +383,8 @@ class RunSummary(Display):
         seen_in_notebook = kernel() is not None or getattr(t, "reporter", None) is not None
         way = "notebook" if seen_in_notebook else "command"
         then = NEXT[way if s.stop == "done" else "stopped"].format(lora=lora)
-        rows = dict(took=f"{short_time(seconds)} for {steps} steps, {s.global_step} in total", memory=peak_memory(t),
+        rows = dict(took=f"{short_time(seconds)} for {steps} steps, {s.global_step} in total",
+                    memory=peak_memory(t),
                     best=best_text(t))
         self.rows = {what: text for what, text in rows.items() if text} | dict(next=then)
 
@@ -393,7 +402,7 @@ class RunSummary(Display):
         return f"<div>{table_html(rows)}<div>{'<br>'.join(links)}</div>{table_html([then])}</div>"
 
 def link_to(path:Path) -> str: # HTML
-    "A link as IPython's `FileLink` makes it, for a file below the notebook's folder; else its path."
+    "A link as IPython's `FileLink` makes it for files below the notebook's folder; else the path."
     try:
         inside = Path(path).resolve().relative_to(Path.cwd())
     except ValueError:

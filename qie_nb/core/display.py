@@ -151,14 +151,20 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     return raw.getvalue()
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0008
-def image_html(image, title:str, height:int=160, share:str="100%") -> str: # pixels; most of the page's width
+def image_html(
+    image,
+    title:str,
+    height:int=160, # pixels
+    share:str="100%", # of the page's width, at most
+) -> str:
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
     width = max(160, round(height * w / h)) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
             f'max-width:min({width}px, {share})"><img alt="" '
-            f'style="height:{height}px;max-width:100%;object-fit:contain" src="data:image/jpeg;base64,{data}">'
+            f'style="height:{height}px;max-width:100%;object-fit:contain" '
+            f'src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
 # %% ../../nbs/core/02_display.ipynb #dbd267b6
@@ -176,7 +182,8 @@ def image_rows(
     out += "".join(f'<div style="font-weight:bold">{escape(title)}</div>' for title in titles)
     for caption, cells in rows:
         if caption:
-            out += f'<div style="grid-column:1/-1;text-align:left;font-size:13px">{escape(caption)}</div>'
+            out += ('<div style="grid-column:1/-1;text-align:left;font-size:13px">'
+                    f'{escape(caption)}</div>')
         shape = cells[-1][0] # of the edit or of what it should be
         h, w = shape.shape[:2] if hasattr(shape, "shape") else shape.size[::-1]
         for image, note in cells:
@@ -419,13 +426,17 @@ def status_text(
     lines = []
     if "samples" in status:
         lines.append(f"{status['complete']} of {status['samples']} samples are complete")
-    kinds = status.get("kinds") or {k: v for k, v in status.items() if isinstance(v, dict) and "count" in v}
+    kinds = status.get("kinds")
+    if not kinds:
+        kinds = {k: v for k, v in status.items() if isinstance(v, dict) and "count" in v}
     for kind, held in kinds.items():
         count = held.get("present", held.get("count", 0))
         missing = f", {held['missing']} missing" if held.get("missing") else ""
         if count or missing:
             lines.append(f"{kind}: {count} entries, {size_text(held['bytes'])}{missing}")
-    lines += [f"{layer['folder']}: {layer['count']} entries, {size_text(layer['bytes'])}" for layer in status["layers"]]
+    for layer in status["layers"]:
+        size = size_text(layer["bytes"])
+        lines.append(f"{layer['folder']}: {layer['count']} entries, {size}")
     if status.get("quarantined"):
         lines.append(f"{status['quarantined']} bad entries are in quarantine")
     if status.get("why"):

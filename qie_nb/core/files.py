@@ -7,8 +7,8 @@ __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'v
            'file_name', 'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
-import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile, threading, time
-import unicodedata, uuid
+import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile
+import threading, time, unicodedata, uuid
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -372,15 +372,18 @@ def typed_path(path:str) -> Path:
 
 def is_path(name:str) -> bool:
     "Can a name only be a path? Else it may be a hub id."
-    inside = "/" in name and typed_path(name).parent.is_dir()
-    return name.endswith(".safetensors") or name[:1] in "./~" or "\\" in name or name.count("/") > 1 or inside
+    if name.endswith(".safetensors") or name[:1] in "./~" or "\\" in name:
+        return True
+    return name.count("/") > 1 or ("/" in name and typed_path(name).parent.is_dir())
 
 # %% ../../nbs/core/00_files.ipynb #6bc1da66
 def check_result_file(out:str) -> Path:
-    "Where the result of `predict` goes. Raises ValueError, before the edit, if it cannot be written there."
+    "Where the result of `predict` goes. Raises ValueError, before the edit, if it is not writable."
     from PIL import Image
     file = path_from(out, "`--out`", "give a file here, and copy it afterwards")
-    if file.is_dir(): raise ValueError(f"`--out` {out!r} is a folder; name a file in it, e.g. {file/'result.png'}")
+    if file.is_dir():
+        example = file/"result.png"
+        raise ValueError(f"`--out` {out!r} is a folder; name a file in it, e.g. {example}")
     Image.init()
     if Image.EXTENSION.get(file.suffix.lower()) not in Image.SAVE:
         raise ValueError(f"`--out` {out!r} must end in a suffix of images, got {file.suffix!r}; "
@@ -390,5 +393,6 @@ def check_result_file(out:str) -> Path:
         with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
             pass
     except OSError as e:
-        raise ValueError(f"`--out` {out!r} cannot be written ({e.strerror}); name another file") from None
+        raise ValueError(f"`--out` {out!r} cannot be written ({e.strerror}); "
+                         "name another file") from None
     return file

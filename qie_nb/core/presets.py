@@ -20,7 +20,8 @@ TINY = {
     "model.pretrained_model_name_or_path": "tiny", "data.image_size": [96, 96], "data.batch_size": 4,
     "data.crop": True, # at 96 pixels a side of other proportions is rounded by a third
     "train.mixed_precision": "no", "train.gradient_checkpointing": False, "train.max_train_steps": 150,
-    "train.save_interval": 0, "train.save_steps": 50, "train.eval_interval": 0, "train.eval_steps": 50,
+    "train.save_interval": 0, "train.save_steps": 50,
+    "train.eval_interval": 0, "train.eval_steps": 50,
     "train.eval_images": 2, "train.eval_num_inference_steps": 8,
     "optimizer.lr": 5e-3, "lr_scheduler.scheduler_type": "cosine", "lr_scheduler.warmup_steps": 3,
 }
@@ -28,7 +29,8 @@ TINY = {
 # %% ../../nbs/core/09_presets.ipynb #253a4253
 MODEL = "Qwen/Qwen-Image-Edit-2511" # on the hub
 VARIANT_NAMES = ("v1", "2509", "2511") # of the library, the newest last
-PUBLISHED_MODELS = dict(zip(VARIANT_NAMES, ("Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit-2509", MODEL)))
+PUBLISHED_MODELS = dict(zip(VARIANT_NAMES, (
+    "Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit-2509", MODEL)))
 LICENCE = "Apache-2.0" # of these models, which anyone may download
 
 GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
@@ -207,8 +209,8 @@ def parse_gpu_name(
     count, text = (int(many[1] or many[4]), many[2] or many[3]) if many else (1, text)
     if NO_KERNELS.search(text):
         raise ValueError(
-            f"`gpu` {gpu!r} is refused: torch 2.14 and later from PyPI has no kernels for it, only for compute "
-            "capability 7.5 and more; use a T4, an RTX 20 or a newer GPU")
+            f"`gpu` {gpu!r} is refused: torch 2.14 and later from PyPI has no kernels for it, "
+            "only for compute capability 7.5 and more; use a T4, an RTX 20 or a newer GPU")
     size = re.search(r"(\d+)\s*gi?b", text)
     stated = int(size[1]) * 10**9 if size else None
     name = known_gpu_name(text)
@@ -234,8 +236,10 @@ def check_model_name(
         return
     missing = "does not exist" if is_path(name) else "is not a folder"
     others = ", ".join(known[:-1])
-    raise FileNotFoundError(f"{what} {name!r} {missing}; give a diffusers folder, a hub id like {MODEL}"
-                            + (f", {others}" if others else "") + f", or {known[-1]}")
+    if others:
+        others = f", {others}"
+    raise FileNotFoundError(f"{what} {name!r} {missing}; give a diffusers folder, "
+                            f"a hub id like {MODEL}{others}, or {known[-1]}")
 
 # %% ../../nbs/core/09_presets.ipynb #8e624bd0
 _BY_SIZE = dict(rtx3060=11.5, rtx4080=15.5, l4=22., rtx4090=23.5, rtx5090=31., a100=39., h100=79.)
@@ -262,7 +266,7 @@ LEAST_APART = 20
 def held_out_images(
     images:int, # control images of a data set
 ) -> int:
-    "How many are never trained on: a tenth, and at least five of twenty, because fewer than five judge nothing."
+    "How many are never trained on: a tenth, and at least five of twenty: fewer judge nothing."
     if images < ENOUGH_IMAGES:
         return 0
     if images < 2 * ENOUGH_IMAGES:
@@ -289,7 +293,9 @@ def first_run(
         samples = TINY["train.max_train_steps"] * TINY["data.batch_size"]
         every = TINY["train.eval_steps"]
     steps = math.ceil(samples / (gpus * batch))
-    return FirstRun(samples, steps, held_out_images(pairs), every or max(LEAST_APART, math.ceil(steps / EVALUATIONS)))
+    if not every:
+        every = max(LEAST_APART, math.ceil(steps / EVALUATIONS))
+    return FirstRun(samples, steps, held_out_images(pairs), every)
 
 # %% ../../nbs/core/09_presets.ipynb #78e41f9e
 def check_preset(name) -> str: # one of `PRESETS`
@@ -317,7 +323,8 @@ def preset_settings(
             "data.control_area": area} | row
 
 # %% ../../nbs/core/09_presets.ipynb #867dddd6
-LENGTHS = ("max_train_steps", "max_train_samples", "num_epochs") # of `train`: each says how long a run is
+# settings of `train`: each says how long a run is
+LENGTHS = ("max_train_steps", "max_train_samples", "num_epochs")
 
 def _give_way(
     config:dict, # with a preset's settings

@@ -12,7 +12,8 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator)
 from pydantic.fields import FieldInfo
 
 from .cache_layers import is_url, url_text
@@ -128,7 +129,8 @@ def unknown_key_text(
     ours = nearest.rpartition(".")[2]
     shared = set(theirs.split("_")) & set(ours.split("_")) or theirs in other_names()
     if "." not in key and not shared and difflib.SequenceMatcher(None, theirs, ours).ratio() < NEAR:
-        return f"`{key}` is not a known key; the sections are {', '.join(Section.everything.model_fields)}"
+        sections = ", ".join(Section.everything.model_fields)
+        return f"`{key}` is not a known key; the sections are {sections}"
     return f"`{key}` is not a known key; did you mean `{nearest}`?"
 
 # %% ../../nbs/core/06b_section.ipynb #5ec7100c
@@ -277,9 +279,11 @@ def _path_text(value:object) -> object: # no text is left to pydantic, which ref
 
 def _no_url(value:str) -> str:
     if is_url(value):
-        raise ValueError("must be a folder on this machine; set one, and copy its files to the address after the run")
+        raise ValueError("must be a folder on this machine; set one, and copy its files "
+                         "to the address after the run")
     return value
 
-PathStr = Annotated[str, BeforeValidator(_path_text)] # or an address or a hub id, where one is known
+# also an address or a hub id, where one is known
+PathStr = Annotated[str, BeforeValidator(_path_text)]
 LocalPath = Annotated[PathStr, AfterValidator(_no_url)]
 Folder = None | PathStr | list[PathStr] # one folder or several

@@ -148,7 +148,8 @@ def unpack(file:Path) -> str: # after "is an archive; "
     folder = _unpacked(file, names)
     do = "it is unpacked already"
     if not names:
-        return "it cannot be read as a zip: copy it again, or unpack it elsewhere and give the folder"
+        return ("it cannot be read as a zip: copy it again, "
+                "or unpack it elsewhere and give the folder")
     if folder is None:
         folder = file.with_suffix("")
         if not os.access(file.parent, os.W_OK):

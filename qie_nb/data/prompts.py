@@ -215,8 +215,8 @@ def with_prompts(
     bad = [r for r in found.rows if not r.prompt]
     own = visible(prompt or "")
     if own == WHAT_TO_DO:
-        raise ValueError(f"`data.prompt` is {own!r}, as a message had it; write your instruction there, "
-                         "e.g. turn it into a pencil sketch")
+        raise ValueError(f"`data.prompt` is {own!r}, as a message had it; "
+                         "write your instruction there, e.g. turn it into a pencil sketch")
     text = visible(text_of(found.shared)) if found.shared else ""
     said = text or own
     if bad and not said:

@@ -317,8 +317,8 @@ def leave_out(found:Samples, exclude:list) -> Samples: # ids
     "The samples without some. Raises ValueError for an id that none has."
     unknown = set(exclude) - {s.id for s in found}
     if unknown:
-        raise ValueError(f"`data.exclude` has {min(unknown)!r}, which no pair of the data set is called; use the ids "
-                         "that sample_viewer shows, or remove it")
+        raise ValueError(f"`data.exclude` has {min(unknown)!r}, which no pair of the data set is "
+                         "called; use the ids that sample_viewer shows, or remove it")
     found[:] = [s for s in found if s.id not in exclude]
     return found
 
@@ -388,7 +388,8 @@ def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8,
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
     if out.max() > 1: return out
-    raise ValueError(f"mask {source_name(mask)} is black everywhere; paint what counts white, or remove it")
+    raise ValueError(f"mask {source_name(mask)} is black everywhere; "
+                     "paint what counts white, or remove it")
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf54
 ONE_IMAGE = "one control image" # the share of a small data set

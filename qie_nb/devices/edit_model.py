@@ -42,7 +42,8 @@ def warn_without_gpu(
     "Say, before a model of the hub is asked for, that there is no GPU to train it on."
     on_hub = name != "tiny" and not Path(name).expanduser().is_dir()
     if on_hub and plan.device.value == "cpu" and not plan.device.asked:
-        print(f"{plan.device.why}: {name} needs one with 12 GB or more (Kaggle and Colab lend one, `qie-nb plan` says "
+        print(f"{plan.device.why}: {name} needs one with 12 GB or more "
+              "(Kaggle and Colab lend one, `qie-nb plan` says "
               "what fits); the tiny model (`preset: tiny`) trains on the CPU", flush=True)
 
 # %% ../../nbs/devices/07_edit_model.ipynb #38004b8e

@@ -29,8 +29,8 @@ from ..lora.formats import is_hub_id
 from ..lora.adapters import check_not_merged, keep_trainable
 from ..predict import grid
 from ..sampling.edits import (
-    as_image, at_size, cached_data, cached_edits, check_sampling, denoise_encoded, encode_edits, factor_of,
-    make_edits, printable_text, shown_control, spread)
+    as_image, at_size, cached_data, cached_edits, check_sampling, denoise_encoded, encode_edits,
+    factor_of, make_edits, printable_text, shown_control, spread)
 from ..training.checkpoint import adapter_of, best_checkpoint
 from ..sampling.denoising import pick_schedule, sampling_text
 
@@ -180,7 +180,7 @@ class Comparison(Display):
 
 # %% ../../nbs/evaluation/03_compare.ipynb #8c810ab0
 @patch
-def shown_rows(self:Comparison) -> tuple: # (titles, rows of (image, note)); before first, after last
+def shown_rows(self:Comparison) -> tuple: # titles, rows of (image, note); before first, after last
     word = "error" if self.targets else "change"
     titles = [c.title for c in self.columns]
     if not self.sampling:
@@ -453,7 +453,8 @@ def image_words(
     if m.image_before is None:
         return f"images {digits_text(m.image, 2)} grey levels"
     further = m.image - m.image_before
-    text = f"images {'worse, ' if further > 0 else ''}{two_numbers(m.image_before, m.image)} grey levels"
+    worse = "worse, " if further > 0 else ""
+    text = f"images {worse}{two_numbers(m.image_before, m.image)} grey levels"
     if abs(further) < 0.5: # less is nothing to see
         text = f"images {digits_text(m.image)} grey levels as before"
     how = progress_of_images(m)
@@ -489,8 +490,10 @@ class Evaluation(NamedTuple):
             words, images = f"{words}, but {images}", ""
         since = ""
         if self.since is not None and self.since.ratio.low is not None:
-            verdict = self.since.verdict
-            since = f"{'lower' if doubted and verdict == 'better' else verdict} since step {self.last}"
+            word = self.since.verdict
+            if doubted and word == "better":
+                word = "lower"
+            since = f"{word} since step {self.last}"
         line = "; ".join(filter(None, (words, since, images)))
         if len(f"step {m.step}: {line}") > LONGEST:
             line = "; ".join(filter(None, (words, images)))

@@ -33,8 +33,8 @@ from ..models.encoders import NoImage
 from ..models.modulation import uses_modulation
 from ..predict import grid
 from ..sampling.edits import (
-    at_size, edit_cached, encode_edits, encoded_sample, factor_of, is_available, make_edits, printable_text,
-    shown_control, spread)
+    at_size, edit_cached, encode_edits, encoded_sample, factor_of, is_available, make_edits,
+    printable_text, shown_control, spread)
 from ..sampling.denoising import SCHEDULES, pick_schedule
 from ..training.callbacks import EvalImage
 
@@ -225,7 +225,8 @@ def medians(rows) -> dict: # of `drift_of`; {column of `COLUMNS`: number}
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10014
 SHIFT, SCALE = 2., 1. # pixels and per cent that are worth a word
 PLACE = COLUMNS[:2]
-SHARES = ((0.15, "a tenth"), (0.28, "a quarter"), (0.42, "a third"), (0.6, "half"), (0.75, "two thirds")) # below
+SHARES = ( # (a ratio below this, in words)
+    (0.15, "a tenth"), (0.28, "a quarter"), (0.42, "a third"), (0.6, "half"), (0.75, "two thirds"))
 
 def place_text(row:dict) -> str: # of `drift_of`; "" if shift and scale are small or unknown
     "Shift and scale that are worth a word."

@@ -26,8 +26,8 @@ from .eval_images import (
     drifts, eval_cases, eval_sampling, find_styles, image_error, image_errors, logged_numbers,
     render_eval_images, say_drift)
 from .validation_loss import (
-    LEAST_SHOWN, NOISES, PARTS, Advice, Interval, Measures, StopRequested, ValidationLoss, advise, direction, doubt,
-    held_out_loss, loss_ratio, partners, process)
+    LEAST_SHOWN, NOISES, PARTS, Advice, Interval, Measures, StopRequested, ValidationLoss, advise,
+    direction, doubt, held_out_loss, loss_ratio, partners, process)
 from ..lora.adapters import lora_info, without_adapter
 from ..sampling.edits import is_available
 from ..training.callbacks import Callback, EvalWork, due
@@ -175,9 +175,11 @@ def say_change(
     first = results.get(0) if m.step else None
     last = max((n for n in results if 0 < n < m.step), default=0)
     then = results[last] if last else {}
-    return str(Evaluation(
-        m, loss_in(result).interval.mean, change_since(first, result) if first else None,
-        change_since(then, result) if then else None, last, image_distances(then, result).before, begun))
+    loss = loss_in(result).interval.mean
+    change = change_since(first, result) if first else None
+    since = change_since(then, result) if then else None
+    earlier = image_distances(then, result).before
+    return str(Evaluation(m, loss, change, since, last, earlier, begun))
 
 def rows_of(results:dict) -> list: # {step: result}; of JSON-ready dicts
     "Each evaluation with its intervals, for a table."

@@ -40,7 +40,8 @@ _BASES = dict(tokenizer="PreTrainedTokenizerBase", processor="ProcessorMixin",
 def component_class(folder, name:str) -> tuple: # (library's name, class)
     entry = json.loads((Path(folder)/INDEX).read_text()).get(name)
     if not entry or entry == [None, None]:
-        raise ValueError(f"model folder {str(folder)!r} has no {name}; give a folder that contains it")
+        raise ValueError(f"model folder {str(folder)!r} has no {name}; "
+                         "give a folder that contains it")
     library, cls = entry if isinstance(entry, list) and len(entry) == 2 else (entry, None)
     if library not in ("diffusers", "transformers"):
         raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and "
@@ -58,7 +59,9 @@ def access_terms(
     tags:Iterable[str], # e.g. license:apache-2.0
 ) -> str:
     "Is a token needed, and which licence has a model?"
-    token = "a token of an account that has accepted its terms is needed" if gated else "no token needed"
+    token = "no token needed"
+    if gated:
+        token = "a token of an account that has accepted its terms is needed"
     licences = [tag.partition(":")[2] for tag in tags if tag.startswith("license:")]
     return ", ".join([token, *(name.replace("apache", "Apache") for name in licences)])
 
@@ -83,7 +86,9 @@ class HubClient:
             except Exception: raise error from None
             return local.name, {p.relative_to(local).as_posix(): p.stat().st_size
                                 for p in local.rglob("*") if p.is_file()}
-        self.terms_of[name] = access_terms(getattr(info, "gated", None), getattr(info, "tags", None) or ())
+        gated = getattr(info, "gated", None)
+        tags = getattr(info, "tags", None) or ()
+        self.terms_of[name] = access_terms(gated, tags)
         return info.sha, {s.rfilename: s.size or 0 for s in info.siblings}
 
     def has(self, name, path, commit) -> bool: # downloaded already?
@@ -125,13 +130,15 @@ class HubModel:
 
     def announce(self):
         "Print once, before the first large file: size, folder, free space, token and licence."
-        todo = sum(n for p, n in self.files.items() if p.endswith(".safetensors") and not self.has(p))
+        weights = {p: n for p, n in self.files.items() if p.endswith(".safetensors")}
+        todo = sum(n for p, n in weights.items() if not self.has(p))
         if self.announced or not todo: return
         self.announced = True
         terms = getattr(self.hub, "terms", lambda name: "")(self.name)
         free = format_bytes(free_for_downloads(self.hub.folder))
-        print(f"downloading {self.name}, {format_bytes(todo)} in all, to {self.hub.folder}, {free} free"
-              + (f"; {terms}" if terms else ""), flush=True)
+        more = f"; {terms}" if terms else ""
+        print(f"downloading {self.name}, {format_bytes(todo)} in all, "
+              f"to {self.hub.folder}, {free} free{more}", flush=True)
 
     def fetch(self, path) -> Path:
         if not self.has(path) and path not in (ours := self.downloaded()):
@@ -226,7 +233,8 @@ def hub_model(name:str, revision:str=None) -> HubModel: # or None for a local fo
     try: return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
-                                f"({type(e).__name__}): {hub_error(e, name)}; or {copy_advice()}") from e
+                                f"({type(e).__name__}): {hub_error(e, name)}; "
+                                f"or {copy_advice()}") from e
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:

@@ -31,11 +31,12 @@ from .disk_space import checkpoint_bytes, download_words, model_areas
 from .facts import (
     GPUS, Gpu, Machine, ModelFacts, PairFacts, SoFar, host_bytes, machine_with, parse_gpu)
 from .memory import (
-    Memory, MemoryQuery, attention_work, elementwise_bytes, linear_work, memory_of, model_facts, products_dtype,
-    sampling_bytes, step_work, stored_quantization, unpacked_bytes)
+    Memory, MemoryQuery, attention_work, elementwise_bytes, linear_work, memory_of, model_facts,
+    products_dtype, sampling_bytes, step_work, stored_quantization, unpacked_bytes)
 from .parts import choose_decoder, encoder_settings, is_tiny, tasks_of_parts
-from .plan import (
-    PlanFacts, can_be_compiled, expected_decoding, make_plan, named_model, samples_per_step, step_query)
+from qie_nb.planning.plan import (
+    PlanFacts, can_be_compiled, expected_decoding, make_plan, named_model, samples_per_step,
+    step_query)
 
 # %% ../../nbs/planning/03b_cards.ipynb #4f17fc67
 ATTENTION, FLOAT32, BANDWIDTH = 0.6, 0.5, 0.85 # assumed parts: of the products' rate, and of the data sheet
@@ -161,7 +162,8 @@ class RunSummary(NamedTuple):
     pairs: int # with those that are held out; 0: not known
 
     def __str__(self) -> str:
-        "500 steps (500 samples, batch 1, 1 GPU), about 15 min on an RTX 4090; 5 of 30 pairs held out"
+        """500 steps (500 samples, batch 1, 1 GPU), about 15 min on an RTX 4090;
+        5 of 30 pairs held out"""
         where = {0: "no GPU", 1: "1 GPU"}.get(self.gpus, f"{self.gpus} GPUs")
         several = f", {self.accumulated} batches a step" if self.accumulated > 1 else ""
         text = f"{self.steps} steps ({self.samples} samples, batch {self.batch}{several}, {where})"
@@ -262,20 +264,24 @@ class GpuPlan:
         return self.chosen or min(self.tried, key=lambda m: m.total, default=self.asked)
 
     def time(self, m:Memory=None) -> str: # of training; "" for a GPU of unknown speed, or a tiny model
-        seconds = run_seconds((m or self.shown).query, self.gpu.name if self.gpu else "", self.samples)
+        name = self.gpu.name if self.gpu else ""
+        seconds = run_seconds((m or self.shown).query, name, self.samples)
         return duration(seconds) if seconds else ""
 
     @property
     def download(self) -> str: # "" if there is nothing to download
         "What the first run downloads, as far as it is missing now."
-        return "" if self.config is None or is_tiny(self.asked.query) else download_words(self.config, self.asked.query)
+        if self.config is None or is_tiny(self.asked.query):
+            return ""
+        return download_words(self.config, self.asked.query)
 
     @property
     def summary(self) -> RunSummary:
         "The run by the chosen strategy, as the first line of `fit` says it."
         held = held_out_pairs(self.run.held_out.value, self.pairs)
         name = self.gpu.name if self.gpu else ""
-        return run_summary(self.shown.query, self.config, self.run.length.value, self.pairs, held, name)
+        length = self.run.length.value
+        return run_summary(self.shown.query, self.config, length, self.pairs, held, name)
 
     def data(self) -> dict: # plain
         g = self.gpu
@@ -336,7 +342,9 @@ def __repr__(self:GpuPlan):
 # %% ../../nbs/planning/03b_cards.ipynb #44828703
 @patch
 def _repr_html_(self:GpuPlan):
-    head = note(self._head(), good=bool(self.chosen)) + note(f"the run: {self.summary}") if self.gpu else ""
+    head = ""
+    if self.gpu:
+        head = note(self._head(), good=bool(self.chosen)) + note(f"the run: {self.summary}")
     head += note(self.download) if self.download else ""
     if self.changes: head += f"<pre>{escape(self._settings())}</pre>"
     fold = "<details><summary>{}</summary>{}</details>"
@@ -360,7 +368,8 @@ def tasks_beside_steps(
         return []
     rows = []
     if gpu:
-        kept = f"{memory.kept / 1e9:.1f} GB that training keeps and {sampling_bytes(q) / 1e9:.1f} GB of work"
+        work = sampling_bytes(q)
+        kept = f"{memory.kept / 1e9:.1f} GB that training keeps and {work / 1e9:.1f} GB of work"
         added = _added_lora_bytes(config)
         if added:
             kept += f", with {added / 1e9:.1f} GB of `train.eval_schedule`"
@@ -372,7 +381,8 @@ def tasks_beside_steps(
     one = checkpoint_bytes(q)
     files = config.train.keep_checkpoints + 1
     what = "adapter, optimizer" + ", EMA" * q.ema
-    rows.append(("saving", f"host memory {2 * one / 1e9:.1f} GB, disk {files} x {one / 1e9:.1f} GB ({what}; copied, then written)"))
+    disk = f"{files} x {one / 1e9:.1f} GB ({what}; copied, then written)"
+    rows.append(("saving", f"host memory {2 * one / 1e9:.1f} GB, disk {disk}"))
     return rows
 
 # %% ../../nbs/planning/03b_cards.ipynb #5a3c06a7
@@ -419,9 +429,12 @@ def plan(
         other = replace(other, compile=Choice(True))
     open_query = replace(step_query(plain, facts, other), target=target, control=control, text=text)
     quantize = stored or quantize
-    named = c.model.model_copy(update=dict(pretrained_model_name_or_path=PUBLISHED_MODELS.get(name, name)))
+    published = PUBLISHED_MODELS.get(name, name)
+    named = c.model.model_copy(update=dict(pretrained_model_name_or_path=published))
     shown = c.model_copy(update=dict(model=named))
-    out = GpuPlan(gpu, memory_of(q), [], None, {}, [], [], 0, controls, HOST_SHARE * host_bytes(gpu), run, shown, pairs)
+    host = HOST_SHARE * host_bytes(gpu)
+    out = GpuPlan(
+        gpu, memory_of(q), [], None, {}, [], [], 0, controls, host, run, shown, pairs)
     kinds = None if quantize is None else (parse_quantization(quantize),)
     out.tried = [memory_of(s) for s in strategies(open_query, gpu, kinds)] if gpu else []
     out.chosen = next(filter(out.fits, out.tried), None)

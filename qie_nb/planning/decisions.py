@@ -18,8 +18,9 @@ import torch
 from ..config import TrainSection
 from ..core.choice import (
     ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, RunLength, TimeLimit)
-from ..core.presets import (
-    ENOUGH_IMAGES, EVALUATIONS, LEAST_APART, LEAST_SAMPLES, MOST_SAMPLES, PASSES, first_run, held_out_images)
+from qie_nb.core.presets import (
+    ENOUGH_IMAGES, EVALUATIONS, LEAST_APART, LEAST_SAMPLES, MOST_SAMPLES, PASSES, first_run,
+    held_out_images)
 from ..data.samples import ONE_IMAGE
 from ..devices.placement import SHARE
 from ..models.components import WHEN_NEEDED
@@ -354,10 +355,12 @@ def choose_length(
     pairs:PairFacts=None, # None: not counted yet
 ) -> Choice: # `RunLength`; None: the pairs decide
     "How long a run is."
-    for setting, name in (("steps", "max_train_steps"), ("samples", "max_train_samples"), ("epochs", "num_epochs")):
+    names = dict(steps="max_train_steps", samples="max_train_samples", epochs="num_epochs")
+    for setting, name in names.items():
         asked = getattr(train, name)
         if asked:
-            return Choice(RunLength(**{setting: asked}), f"`train.{name}` says so", f"train.{name}", True)
+            length = RunLength(**{setting: asked})
+            return Choice(length, f"`train.{name}` says so", f"train.{name}", True)
     setting = "train.max_train_samples"
     if pairs is None:
         return None
@@ -372,7 +375,8 @@ def choose_save_interval(
     setting = "train.save_interval"
     steps = train.save_steps
     if train.save_interval != AUTO:
-        return Choice(EvalInterval(train.save_interval, steps), f"`{setting}` says so", setting, True)
+        asked = EvalInterval(train.save_interval, steps)
+        return Choice(asked, f"`{setting}` says so", setting, True)
     if length is not None and not length.value.samples:
         return Choice(EvalInterval(SAVE_EPOCHS, steps), f"every {SAVE_EPOCHS} epochs", setting)
     if steps:

@@ -385,9 +385,9 @@ def notes(self:DiskPlan) -> list: # sentences
     for what, need, room, some in self.limits():
         estimated = sum(i.bytes for i in some if i.estimated)
         if need <= room < need + estimated:
-            out.append(f"{what}: logs and images may take {_gb(estimated)}, and {_gb(room - need)} are left beside the "
-                       "checkpoints; set `logging.log_images` to false or `train.eval_images` to 0 if that is "
-                       "too tight")
+            out.append(f"{what}: logs and images may take {_gb(estimated)}, and {_gb(room - need)} "
+                       "are left beside the checkpoints; set `logging.log_images` to false or "
+                       "`train.eval_images` to 0 if that is too tight")
     return out
 
 

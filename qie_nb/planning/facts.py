@@ -268,8 +268,10 @@ def this_machine_facts(
         fsdp=os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true")
 
 # %% ../../nbs/planning/00_facts.ipynb #e9fc1d90
-LEAST_DRIVER = {11: 450, 12: 525, 13: 580} # {CUDA's major version: of the driver}, CUDA's release notes
-OLDER_WHEELS = "pip install --force-reinstall torch torchvision --index-url https://download.pytorch.org/whl/cu126"
+# {CUDA's major version: of the driver}, CUDA's release notes
+LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
+OLDER_WHEELS = ("pip install --force-reinstall torch torchvision "
+                "--index-url https://download.pytorch.org/whl/cu126")
 
 def old_driver(
     machine:Machine,
@@ -282,11 +284,14 @@ def old_driver(
     version = 0 if unknown else int(machine.driver.partition(".")[0])
     if version >= least:
         return ""
-    driver = "the NVIDIA driver is missing or too old" if unknown else f"driver {machine.driver} is too old"
+    driver = f"driver {machine.driver} is too old"
+    if unknown:
+        driver = "the NVIDIA driver is missing or too old"
     remedy = "install NVIDIA's current driver in Windows" if machine.wsl2 else "update it"
     if unknown or version >= LEAST_DRIVER[12]:
         remedy += f", or install the wheels of CUDA 12.6: {OLDER_WHEELS}"
-    return f"{driver} for torch built with CUDA {machine.cuda}, which needs {least} or later; {remedy}"
+    return (f"{driver} for torch built with CUDA {machine.cuda}, "
+            f"which needs {least} or later; {remedy}")
 
 def unseen_gpu(
     machine:Machine,
@@ -295,10 +300,12 @@ def unseen_gpu(
     if machine.gpus or not machine.driver:
         return ""
     if not machine.cuda:
-        return ("torch was built without CUDA, but this machine has an NVIDIA driver; install the wheels with CUDA: "
+        return ("torch was built without CUDA, but this machine has an NVIDIA driver; "
+                "install the wheels with CUDA: "
                 "pip install --force-reinstall torch torchvision")
     return old_driver(machine) or (
-        f"driver {machine.driver} is new enough for torch built with CUDA {machine.cuda}, but no GPU is visible; "
+        f"driver {machine.driver} is new enough for torch built with CUDA {machine.cuda}, "
+        "but no GPU is visible; "
         "start the container with --gpus all, or restart the machine after an update of the driver")
 
 

@@ -108,7 +108,8 @@ def file_text(
     if preset: # with several GPUs, one process on each: a step has a sample of each
         run = first_run(pairs, count)
         mark = ""
-        steps = f"{run.steps} steps" + (f" on {count} GPUs" if count > 1 else "") + "; without this line the number of pairs decides"
+        where = f" on {count} GPUs" if count > 1 else ""
+        steps = f"{run.steps} steps{where}; without this line the number of pairs decides"
     else:
         run = first_run(pairs, batch=TINY["data.batch_size"], preset="tiny")
         mark = "# "
@@ -116,10 +117,14 @@ def file_text(
     held = "none of the pairs is held out" if pairs else "a tenth of the pairs, at least 5 of 20"
     if run.held_out:
         held = f"{run.held_out} of {pairs} pairs"
+    captions = CAPTIONS
+    if twins is not None and not twins.captions:
+        captions = NO_CAPTIONS
     return FILE.format(
         model=MODEL, preset=preset or "tiny", why=why, model_mark=mark, size_mark=mark, rate_mark=mark,
-        sides=_sides_text(twins), captions=CAPTIONS if twins is None or twins.captions else NO_CAPTIONS,
-        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False), samples=run.samples, steps=steps, every=run.every,
+        sides=_sides_text(twins), captions=captions,
+        path=json.dumps(str(path or "my_pairs"), ensure_ascii=False),
+        samples=run.samples, steps=steps, every=run.every,
         held=f"{held}: not trained on, to judge the result" if run.held_out or not pairs else held,
         pairs=f"{pairs} pairs" if pairs else "training_images/ with results and captions, control_images/")
 
@@ -142,7 +147,9 @@ def init(
         twins = None
     if twins:
         path, pairs = path/twins.folder, twins.pairs
-    known = path if pairs or Path(folder) != Path(".") else None # nothing was named or found: an example
+    known = path
+    if not pairs and Path(folder) == Path("."): # nothing was named or found: an example
+        known = None
     Path(out).write_text(file_text(known, pairs, gpus, twins), encoding="utf-8")
     what = f"{len(samples)} pairs" if lacking else samples
     found = [f"found in {str(path)!r}: {what}"] if samples else []

@@ -449,10 +449,13 @@ def _is_of_the_prompt(layer:str) -> bool:
     return layer.startswith("txt") or ".add_" in layer or "to_add" in layer
 
 def linear_work(q:MemoryQuery) -> float: # 10^12 operations
-    "Operations of a step's linear layers: forward, backward to activations, and what is recomputed."
+    "Operations of a step's linear layers: forward, backward to activations and recomputed ones."
     tokens = stream_tokens(q)
     layers = block_layers(replace(q, table=True))
-    block = sum(2 * i * o * tokens["txt" if _is_of_the_prompt(n) else "img"] for n, (i, o) in layers.items())
+    block = 0
+    for name, (i, o) in layers.items():
+        stream = "txt" if _is_of_the_prompt(name) else "img"
+        block += 2 * i * o * tokens[stream]
     passes = 3 if q.checkpointing else 2
     return passes * block * q.layers / 1e12
 
@@ -467,8 +470,8 @@ def step_work(q:MemoryQuery) -> float: # 10^12 operations
     return linear_work(q) + attention_work(q)
 
 # %% ../../nbs/planning/01_memory.ipynb #60eec185
-ELEMENTWISE = { # {dtype of the products: (forward, backward), in reads and writes of all tokens of a block}
-    "float32": (72, 104), "float16": (169, 200), "bfloat16": (108, 165)}
+# {dtype of the products: (forward, backward), in reads and writes of all tokens of a block}
+ELEMENTWISE = {"float32": (72, 104), "float16": (169, 200), "bfloat16": (108, 165)}
 FLOAT32_ADAPTER = (36, 38) # more, beside bfloat16 layers
 TWO_MODULATIONS = (14, 4)  # more, if control tokens are modulated at time 0
 COMPILED = 0.5
@@ -481,9 +484,14 @@ def products_dtype(q:MemoryQuery) -> str:
 def elementwise_bytes(q:MemoryQuery) -> float:
     "Bytes that the elementwise operations of a step read and write."
     forward, backward = ELEMENTWISE[products_dtype(q)]
-    for more, needed in ((FLOAT32_ADAPTER, q.adapter_bytes > q.base_bytes), (TWO_MODULATIONS, q.zero_cond)):
-        forward += more[0] * needed
-        backward += more[1] * needed
+    further = []
+    if q.adapter_bytes > q.base_bytes:
+        further.append(FLOAT32_ADAPTER)
+    if q.zero_cond:
+        further.append(TWO_MODULATIONS)
+    for ahead, back in further:
+        forward += ahead
+        backward += back
     passes = backward + forward * (2 if q.checkpointing else 1)
     return passes * input_bytes(q) * q.layers * (COMPILED if q.compiled else 1)
 

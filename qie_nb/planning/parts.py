@@ -23,7 +23,8 @@ from ..models.loading import free_device_bytes, work_bytes
 from ..models.quantizations.known import QUANTIZATIONS, advised, held_bytes, parse_quantization
 from .decisions import AUTO, HOST_SHARE, choose_encoder_device, room_of
 from .disk_space import ENCODERS, text_encoder_bytes
-from .facts import DecodingFacts, EncodingFacts, Gpu, Machine, TextEncoderFacts, cached_kinds
+from .facts import (
+    DecodingFacts, EncodingFacts, Gpu, Machine, TextEncoderFacts, cached_kinds)
 from .memory import MemoryQuery, parameters, weight_bytes
 
 # %% ../../nbs/planning/00c_parts.ipynb #3bedd9c8
@@ -391,7 +392,8 @@ def _gb(n:float) -> str: # bytes
 def _encoders(q, kind:str=None) -> dict: # bytes; `kind`: text encoder's quantization
     scale = q.base_bytes / 2
     return dict(text=text_encoder_bytes(None, q.base_bytes), vae=PUBLISHED["vae"] * scale,
-                quantized=text_encoder_bytes(kind, q.base_bytes), work=work_bytes(256 * max(q.target, q.control)))
+                quantized=text_encoder_bytes(kind, q.base_bytes),
+                work=work_bytes(256 * max(q.target, q.control)))
 
 def is_tiny(q:MemoryQuery) -> bool:
     "Is it a model for trials, of which no time is computed?"
@@ -419,11 +421,12 @@ def encoder_settings(
     "The settings that make precompute fit a GPU, for a model of the published size."
     m, out = config.model, {}
     if not gpu or is_tiny(q): return out
-    is_open = parse_quantization(None if m.text_encoder_quantize == AUTO else m.text_encoder_quantize) is None
-    choice = text_encoder_choice(q, gpu, AUTO if is_open else m.text_encoder_quantize, m.text_encoder_offload)
+    wanted = m.text_encoder_quantize
+    is_open = wanted == AUTO or parse_quantization(wanted) is None
+    choice = text_encoder_choice(q, gpu, AUTO if is_open else wanted, m.text_encoder_offload)
     e, limit = _encoders(q, choice.value), room_of(gpu)
     text, work = 0 if m.text_encoder_offload else e["quantized"], e["work"]
-    if choice.value and is_open and m.text_encoder_quantize != AUTO:
+    if choice.value and is_open and wanted != AUTO:
         out["model"] = dict(text_encoder_quantize=AUTO)
     total = text + e["vae"] + max(work["vae"], work["text_encoder"])
     if total > limit and config.cache.vae_encoder_device == AUTO:
@@ -448,7 +451,8 @@ def tasks_of_parts(
         if kind is None: # it fits alone, with the VAE on another GPU
             kind = setting = advised("4 bits")
         size = text_encoder_bytes(kind, q.base_bytes)
-        text += (f"; too large for {gpu.name}: set `model.text_encoder_quantize` {setting} ({kind}, {_gb(size)}), "
+        text += (f"; too large for {gpu.name}: "
+                 f"set `model.text_encoder_quantize` {setting} ({kind}, {_gb(size)}), "
                  "or `model.text_encoder_offload` true")
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
@@ -456,7 +460,10 @@ def tasks_of_parts(
     sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
     free = {f"cuda:{n}": gpu.free or gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
     quantized = ["transformer"] * bool(q.quantization)
-    placed = choose_placement(AUTO, PredictionFacts(sizes, free, "cuda:0", work, quantized=tuple(quantized)))
-    rows = {f"predict: {n}": f"{_gb(p.bytes)}, {p.device} {p.how}: {p.why}" for n, p in placed.items()}
-    if small: rows["predict: transformer"] += "; set `model.modulation_table` true if you only predict"
+    facts = PredictionFacts(sizes, free, "cuda:0", work, quantized=tuple(quantized))
+    rows = {}
+    for name, part in choose_placement(AUTO, facts).items():
+        rows[f"predict: {name}"] = f"{_gb(part.bytes)}, {part.device} {part.how}: {part.why}"
+    if small:
+        rows["predict: transformer"] += "; set `model.modulation_table` true if you only predict"
     return [("precompute", text), *rows.items()]

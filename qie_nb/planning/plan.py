@@ -20,10 +20,11 @@ from ..models.components import VARIANTS
 from ..models.loading import work_bytes
 from ..models.quantizations.known import advised
 from .decisions import (
-    AUTO, SCALED, choose_block_swap, choose_checkpointing, choose_compile, choose_delete_shards, choose_device,
-    choose_dtype, choose_encoder_device, choose_eval_interval, choose_held_out, choose_hours, choose_length,
-    choose_modulation, choose_offload, choose_processes, choose_products, choose_quantize, choose_save_interval,
-    choose_sharded, choose_split, fits_gpus, host_room, room_of)
+    AUTO, SCALED, choose_block_swap, choose_checkpointing, choose_compile, choose_delete_shards,
+    choose_device, choose_dtype, choose_encoder_device, choose_eval_interval, choose_held_out,
+    choose_hours, choose_length, choose_modulation, choose_offload, choose_processes,
+    choose_products, choose_quantize, choose_save_interval, choose_sharded, choose_split,
+    fits_gpus, host_room, room_of)
 from .disk_space import ENCODERS, model_areas
 from .facts import (
     DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, TextEncoderFacts, decoding_facts,
@@ -115,7 +116,9 @@ def make_plan(
         delete_shards=choose_delete_shards(m.delete_downloaded_shards, machine.session_quota),
         vae_device=vae, text_encoder_device=text,
         length=length, held_out=choose_held_out(t, pairs, so_far.held_out_before),
-        eval_interval=choose_eval_interval(t), save_interval=choose_save_interval(t, length), hours=choose_hours(t.max_hours, machine))
+        eval_interval=choose_eval_interval(t),
+        save_interval=choose_save_interval(t, length),
+        hours=choose_hours(t.max_hours, machine))
     made = replace(made, checkpointing=checkpointing_choice(config, machine, model, so_far, made))
     made = replace(made, processes=processes_for(config, machine, model, so_far, made))
     decoding = so_far.decoding
@@ -210,7 +213,8 @@ def compile_choice(
 ) -> Choice:
     "Are the blocks compiled, as far as it is known what they will be?"
     obstacle = so_far.obstacle or expected_obstacle(config, products)
-    return choose_compile(config.train, machine, device.value, so_far.steps, quantize.value, obstacle)
+    return choose_compile(
+        config.train, machine, device.value, so_far.steps, quantize.value, obstacle)
 
 def checkpointing_choice(
     config:Config,

@@ -71,8 +71,9 @@ def images_of(given) -> list: # PIL images
 
 # %% ../../nbs/sampling/01_edits.ipynb #34df9988
 def at_size(image, like) -> np.ndarray: # PIL image or uint8 [H, W, 3]; uint8 at the other's size
-    im, size = image if isinstance(image, Image.Image) else Image.fromarray(image), like.shape[1::-1]
+    im = image if isinstance(image, Image.Image) else Image.fromarray(image)
     im = im.convert("RGB")
+    size = like.shape[1::-1]
     return np.asarray(im if im.size == size else im.resize(size, Image.Resampling.LANCZOS))
 
 def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
@@ -87,7 +88,10 @@ def shown_control(images, like:np.ndarray) -> np.ndarray: # PIL images; uint8 [H
 # %% ../../nbs/sampling/01_edits.ipynb #0c5d67cf
 def spread(n:int, of:int) -> list: # positions
     "At most `n` of some pairs, evenly spread."
-    return sorted(set(np.linspace(0, of - 1, min(n, of)).round().astype(int).tolist())) if n and of else []
+    if not n or not of:
+        return []
+    places = np.linspace(0, of - 1, min(n, of)).round().astype(int)
+    return sorted(set(places.tolist()))
 
 def printable_text(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
 

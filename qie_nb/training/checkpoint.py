@@ -154,10 +154,10 @@ def best_checkpoint(root:Path) -> Path:
         return named
     why = "no checkpoint yet; train first"
     if (root/"latest").is_file():
-        why = ("no best checkpoint: no step with a lower held-out loss than without LoRA was evaluated; "
-               "use 'latest'")
-    raise FileNotFoundError(f"`checkpoints` 'best': {str(root)!r} has {why}, or give a LoRA file, its folder, or a "
-                            "hub id")
+        why = ("no best checkpoint: no step with a lower held-out loss than without LoRA "
+               "was evaluated; use 'latest'")
+    raise FileNotFoundError(f"`checkpoints` 'best': {str(root)!r} has {why}, "
+                            "or give a LoRA file, its folder, or a hub id")
 
 def adapter_of(
     trainer:"QwenImageEditTrainer",
@@ -239,8 +239,8 @@ class CheckpointCallback(Callback):
         limited = t.plan.hours.value
         best = t.state.best
         unsaved = best is not None and not best[1] # no step is better than before the first one
-        wanted = (short or unsaved or getattr(t, "save_at_end", False) or any(t.plan.save_interval.value)
-                  or limited)
+        asked = getattr(t, "save_at_end", False) or any(t.plan.save_interval.value)
+        wanted = short or unsaved or asked or limited
         if wanted and t.global_step and self.saved != t.global_step: self.save(t)
         else: t.prune_checkpoints()
 

@@ -122,7 +122,8 @@ def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None) 
     rollback_torn_step(trainer)
     if not trainer.started: start_run(trainer, callbacks, fingerprint)
     if trainer.finite is None: trainer.finite = NonFiniteCounter(trainer.device, s.skipped)
-    batch_size = getattr(getattr(data, "batch_sampler", None), "batch_size", None) or trainer.config.data.batch_size
+    sampler = getattr(data, "batch_sampler", None)
+    batch_size = getattr(sampler, "batch_size", None) or trainer.config.data.batch_size
     length = trainer.planner.length(run.batches * batch_size)
     s.set_lengths(length, run.batches, c.gradient_accumulation_steps, batch_size)
     trainer.configure_schedule()

@@ -34,7 +34,8 @@ from .callbacks import RunState, own_planner
 from .checkpoint import SavedRun
 from .optimizers.known import OPTIMIZERS
 from .run_adapters import RunAdapters
-from .run_data import OLDER_EPOCHS, drop_bad_prompts, drop_long_prompts, used_fraction
+from .run_data import (
+    OLDER_EPOCHS, drop_bad_prompts, drop_long_prompts, used_fraction)
 from .stopping import TrainingFailed
 
 
@@ -233,7 +234,7 @@ class RunResume:
 def held_out_share(self:RunResume,
     held:ImageDataset, # or None
 ) -> object: # as `used_fraction` reads it
-    "What auto held out: a share, a number of control images, or auto for one image or `train.val_path`."
+    "What auto held out: a share, a number of images, or auto for one image or `train.val_path`."
     if not held: return 0.0
     share = self.adapters.data.share
     return share if share and share != ONE_IMAGE else "auto"

@@ -52,7 +52,8 @@ def keep_older_length(
 ) -> str: # what to print, or ""
     "Give a run that an older version began without a length the epochs that it had."
     was = (state.get("config") or {}).get("train") or {}
-    had_length = was.get("num_epochs") != OLDER_EPOCHS or was.get("max_train_steps") or was.get("max_train_samples")
+    had_epochs = was.get("num_epochs") != OLDER_EPOCHS
+    had_length = had_epochs or was.get("max_train_steps") or was.get("max_train_samples")
     if had_length or any(getattr(train, name) for name in LENGTHS):
         return ""
     train.num_epochs = OLDER_EPOCHS
@@ -208,7 +209,9 @@ class RunData:
         folder = self.evaluated or self.continued
         if c.resume_checkpoint or folder:
             with suppress(Exception): # a wrong checkpoint is reported later
-                folder = folder or find_checkpoint(c.resume_checkpoint, Path(c.output_dir)/"checkpoints")
+                if not folder:
+                    root = Path(c.output_dir)/"checkpoints"
+                    folder = find_checkpoint(c.resume_checkpoint, root)
                 state = json.loads((folder/"state.json").read_text())
                 before = used_fraction(state)
                 kept = "" if self.evaluated else keep_older_length(c, state)

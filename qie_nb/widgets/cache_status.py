@@ -26,7 +26,8 @@ class CacheStatus(Display):
         self.verdict = self.problem = ""
         cache = getattr(cache, "dataset", cache) # of a loader
         if isinstance(cache, Config):
-            raise ValueError("cache_status takes a data set, a loader, a cache or its folder, not a configuration; "
+            raise ValueError("cache_status takes a data set, a loader, a cache or its folder, "
+                             "not a configuration; "
                              "use cache_status(ImageDataset(trainer.config))")
         if isinstance(cache, ImageDataset): self.dataset, self.cache = cache, cache.cache; return
         try: self.cache = cache if isinstance(cache, EmbeddingCacheManager) else EmbeddingCacheManager(cache)

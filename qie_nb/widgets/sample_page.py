@@ -318,13 +318,18 @@ class PairGrid(Display):
 pair_grid = PairGrid
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #b4302888
-_SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto minmax(0, 45fr);align-items:center;'
-          'gap:0 8px;max-width:860px">{}<span style="font-size:32px">→</span>{}</div>')
+_SIDES = ('<div style="display:grid;grid-template-columns:minmax(0, 45fr) auto minmax(0, 45fr);'
+          'align-items:center;gap:0 8px;max-width:860px">'
+          '{}<span style="font-size:32px">→</span>{}</div>')
 
 def _wide_figure(source:object, title:str) -> str:
     "A figure as wide as its column."
     figure = _figure(_opened(source, None), title, 260)
-    wide = {"height:260px": "width:100%", "display:inline-block;margin:4px": "margin:4px 0", "45%": "100%"}
+    wide = {
+        "height:260px": "width:100%",
+        "display:inline-block;margin:4px": "margin:4px 0",
+        "45%": "100%",
+    }
     for was, style in wide.items():
         figure = figure.replace(was, style)
     return figure
@@ -334,7 +339,8 @@ def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
     if not len(dataset): return note("there are no samples")
     out = _ZOOM
     for p in pairs_to_show(dataset.samples, n):
-        before = "".join(_wide_figure(source, "before") for source in p["before"]) or "no image before"
+        figures = [_wide_figure(source, "before") for source in p["before"]]
+        before = "".join(figures) or "no image before"
         sides = _SIDES.format(f"<div>{before}</div>", _wide_figure(p["after"], "after"))
         out += f"<div><b>{escape(p['id'])}</b>: {escape(p['prompt'])}</div>{sides}"
     return out
@@ -343,7 +349,8 @@ def pairs_html(dataset, n:int=3) -> str: # evenly spread over the data set
 AT_A_GLANCE = 30 # pairs on a page
 _GLANCE = ('<div style="display:grid;grid-template-columns:repeat(auto-fill, minmax(150px, 1fr));'
            'gap:8px;font-size:12px">')
-_THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;background-color:#80808020" '
+_THUMB = ('<img alt="" style="width:calc(50% - 1px);aspect-ratio:1;object-fit:contain;'
+          'background-color:#80808020" '
           'src="data:image/jpeg;base64,{}">')
 
 def _thumbnail(source:object) -> str: # as for `open_image`

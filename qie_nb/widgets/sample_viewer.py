@@ -244,7 +244,8 @@ def page(self:SampleViewer) -> str:
         return note("there are no samples" if self.filter == "all" else f"no sample: {what}")
     if self.glance:
         first = self.place // AT_A_GLANCE * AT_A_GLANCE
-        return thumbnails_html(self.dataset, self.chosen[first:first + AT_A_GLANCE], self.dataset.config.exclude)
+        pairs = self.chosen[first:first + AT_A_GLANCE]
+        return thumbnails_html(self.dataset, pairs, self.dataset.config.exclude)
     tensors, why, near = {}, "", self.partners()
     if self.decode:
         try: tensors = decoded(self.dataset, i, self.components)
@@ -279,7 +280,8 @@ def folder_of(files:list, root:Path) -> str: # relative to `root`
     "The folder that holds all files. Raises ValueError if there is none."
     found = {Path(file).parent for file in files if isinstance(file, (str, Path))}
     if len(found) != 1 or len(files) == 0 or not found <= {root, *root.glob("*/")}:
-        raise ValueError("the sides are not two folders, so exchange the columns or names of your files yourself")
+        raise ValueError("the sides are not two folders, so exchange the columns or names "
+                         "of your files yourself")
     return found.pop().relative_to(root).as_posix()
 
 @patch
@@ -289,16 +291,17 @@ def swap_all(self:SampleViewer):
     root = Path(str(data.dataset_path))
     if any(len(s.controls) != 1 for s in samples):
         raise ValueError("only pairs of one image before and one after can be swapped")
-    sides = dict(target_dir=folder_of([s.controls[0] for s in samples], root),
-                 control_dir=folder_of([s.target for s in samples], root))
+    target_dir = folder_of([s.controls[0] for s in samples], root)
+    control_dir = folder_of([s.target for s in samples], root)
+    sides = dict(target_dir=target_dir, control_dir=control_dir)
     swapped = ImageDataset(data.model_copy(update=sides))
-    for name, folder in sides.items():
-        setattr(data, name, folder)
+    data.target_dir = target_dir
+    data.control_dir = control_dir
     self.dataset.samples, self.dataset.sizes = swapped.samples, swapped.sizes
     self.dataset.refresh(self.dataset.identity)
     self.sets, self.near, self.shared, self.filter, self.place = {}, None, {}, "all", 0
-    self.message = (f"swapped all pairs: data.target_dir: {sides['target_dir']}, "
-                    f"data.control_dir: {sides['control_dir']}")
+    self.message = (f"swapped all pairs: data.target_dir: {target_dir}, "
+                    f"data.control_dir: {control_dir}")
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001f
 @patch
@@ -308,8 +311,8 @@ def build(self:SampleViewer):
     fit = width()
     c = self.controls = SimpleNamespace(
         back=w.Button(description="◀ previous", **fit), on=w.Button(description="next ▶", **fit),
-        slider=w.IntSlider(1, 1, max(1, len(self.chosen)), continuous_update=False, description="sample",
-                           layout=w.Layout(flex="0 1 280px")),
+        slider=w.IntSlider(1, 1, max(1, len(self.chosen)), continuous_update=False,
+                           description="sample", layout=w.Layout(flex="0 1 280px")),
         goto=w.Text(placeholder="go to id, or part of it", continuous_update=False, **width(width="14em")),
         filter=w.Dropdown(options=self._options(), value=self.filter, description="show",
                           **width(max_width="34em")),
@@ -339,7 +342,21 @@ def _options(self:SampleViewer) -> list:
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0020
 @patch
 def _wire(self:SampleViewer, c):
-    on = lambda widget, work: widget.observe(lambda ch: self._do(lambda: work(ch["new"])), "value")
+    def on(widget, work): # `work` gets the new value
+        widget.observe(lambda change: self._do(lambda: work(change["new"])), "value")
+
+    def set_glance(value):
+        self.glance = value
+
+    def set_place(n):
+        self.place = n - 1
+
+    def set_whole(value):
+        self.whole = value
+
+    def set_decode(value):
+        self.decode = value
+
     c.back.on_click(lambda _: self._do(lambda: self.step(-1)))
     c.on.on_click(lambda _: self._do(lambda: self.step(1)))
     c.scan.on_click(lambda _: self._do(self._scan_again))
@@ -347,12 +364,12 @@ def _wire(self:SampleViewer, c):
     c.undo.on_click(lambda _: self._do(self.undo_caption))
     c.exclude.on_click(lambda _: self._do(self.exclude))
     c.swap.on_click(lambda _: self._do(self.swap_all))
-    on(c.glance, lambda value: setattr(self, "glance", value))
-    on(c.slider, lambda n: setattr(self, "place", n - 1))
+    on(c.glance, set_glance)
+    on(c.slider, set_place)
     on(c.goto, self._go)
     on(c.filter, lambda name: self.select(name, self._tell))
-    on(c.whole, lambda value: setattr(self, "whole", value))
-    on(c.decode, lambda value: setattr(self, "decode", value))
+    on(c.whole, set_whole)
+    on(c.decode, set_decode)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0028
 @patch
@@ -388,14 +405,22 @@ def _do(self:SampleViewer, work):
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0030
 @patch
 def _draw(self:SampleViewer):
-    c, n, options = self.controls, len(self.chosen), tuple(self._options())
+    c = self.controls
+    n = len(self.chosen)
+    options = tuple(self._options())
+
+    def show(html):
+        c.page.value = html
+
     if tuple(c.filter.options) != options: c.filter.options = options
     c.filter.value = self.filter
     c.slider.max, c.slider.disabled = max(1, n), n == 0
-    report_errors(lambda text: setattr(c.page, "value", text), lambda: setattr(c.page, "value", self.page()))
+    report_errors(show, lambda: show(self.page()))
     c.slider.value = self.place + 1
     self._draw_caption(c)
-    excluded = self.index is not None and self.dataset.samples[self.index].id in self.dataset.config.exclude
+    excluded = False
+    if self.index is not None:
+        excluded = self.dataset.samples[self.index].id in self.dataset.config.exclude
     c.exclude.description = "include this pair again" if excluded else "exclude this pair"
     c.exclude.disabled = self.index is None or self.glance
     each = AT_A_GLANCE if self.glance else 1

@@ -83,8 +83,9 @@ def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length
 CURVES = dict(loss="loss", held_out_loss="held-out loss",
               held_out_image_error="edited images: grey levels from their targets",
               lr="learning rate", grad_norm="gradient norm",
-              drift_shift_px="shift of edited images (px)", drift_scale_percent="their scale (% off)")
-LIMITS = dict(drift_shift_px=2., drift_scale_percent=1.) # smaller drift is not drawn unless asked for
+              drift_shift_px="shift of edited images (px)",
+              drift_scale_percent="their scale (% off)")
+LIMITS = dict(drift_shift_px=2., drift_scale_percent=1.) # smaller drift is drawn only if asked for
 SHOWN = 6 # most runs in a figure
 
 def worth_a_curve(
@@ -159,8 +160,9 @@ def plot_events(
         curves = [t for t in curves if worth_a_curve(t, runs)]
     images = last_images(runs)
     if not curves and not images:
-        raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {', '.join(tags or CURVES)}; choose other "
-                         "`tags`")
+        asked = ", ".join(tags or CURVES)
+        raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {asked}; "
+                         "choose other `tags`")
     rows = -(-len(curves) // 2)
     tall = [min(3.2, 4.6 * max(im.shape[0] / im.shape[1] for _, im, _ in images[k:k + 2])) + 0.7
             for k in range(0, len(images), 2)]

@@ -50,8 +50,8 @@ def ticks(lo:float, hi:float, n:int=4) -> list: # about n round numbers between 
     return [float(v) for v in MaxNLocator(n).tick_values(lo, hi) if lo <= v <= hi]
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e000c
-_LINE = ('<polyline fill="none" stroke="{}" stroke-opacity="{}" stroke-width="{}" stroke-linejoin="round" '
-         'points="{}"/>')
+_LINE = ('<polyline fill="none" stroke="{}" stroke-opacity="{}" stroke-width="{}" '
+         'stroke-linejoin="round" points="{}"/>')
 _TEXT = '<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}">{}</text>'
 _BLUE, _RED, _GREY = "#3d8fd4", "#e4572e", "#808080" # readable on white and on black
 _FAINT = 0.35 # opacity of the single losses
@@ -188,7 +188,8 @@ def headline(self:TrainingPanel, d) -> str:
     if self.ended:
         how, then = f"stopped: {d['stop'] or 'an error'}", "fit() continues from here"
         if d["stop"] == "done":
-            how, then = "finished", "the summary below says what is written where, and what comes next"
+            how = "finished"
+            then = "the summary below says what is written where, and what comes next"
     elif d["stop"] in ("", "done"):
         how, then = d["doing"] or "training", f"{short_time(left)} left of it" if left else ""
     else: how, then = "stopping after this step, with a checkpoint", d["stop"]
@@ -217,7 +218,8 @@ def numbers(self:TrainingPanel, d) -> str:
 @patch
 def body(self:TrainingPanel, still:bool=False) -> str: # headline, curve and numbers
     d = self.data()
-    side = '<div style="display:inline-block;max-width:100%;vertical-align:top;margin-right:16px">{}</div>'
+    side = ('<div style="display:inline-block;max-width:100%;vertical-align:top;margin-right:16px">'
+            '{}</div>')
     svg = curve_svg(d["curve"], d["held_out"])
     numbers = side.format(svg_image(svg) if still else svg) + side.format(self.numbers(d))
     return self.headline(d) + numbers
@@ -235,9 +237,11 @@ def evaluations(self:TrainingPanel) -> str: # HTML; empty before the first one
     d = self.data()
     if not d["evaluated"]:
         return self.advice(d)
-    head = "step", "held-out loss", "95 % interval", "of that without LoRA", "95 % interval", "images, grey levels"
+    head = ("step", "held-out loss", "95 % interval", "of that without LoRA", "95 % interval",
+            "images, grey levels")
     rows = [evaluation_cells(row) for row in d["evaluations"]]
-    return (f'<details style="font-size:13px;max-width:900px"><summary>{escape(d["evaluated"])}</summary>'
+    return ('<details style="font-size:13px;max-width:900px">'
+            f'<summary>{escape(d["evaluated"])}</summary>'
             f"{table_html(rows, head)}</details>{self.advice(d)}")
 
 def evaluation_cells(row:dict) -> tuple: # of `evaluate.rows_of`; texts
@@ -280,14 +284,15 @@ def build(self:TrainingPanel):
     self.sample = w.Button(description="sample now", icon="image", layout=w.Layout(width="auto"),
                            tooltip="edit the evaluation images after this step, with the adapter so far")
     self.sample.on_click(lambda _: self.sample_now())
-    self.history = w.SelectionSlider(options=list(self.samples) or [0], description="images of step",
+    self.history = w.SelectionSlider(options=list(self.samples) or [0],
+                                     description="images of step",
                                      style=dict(description_width="initial"),
                                      layout=w.Layout(max_width="100%", width="440px"))
     self.history.observe(lambda _: self.draw_images(), "value")
     self.draw_images()
     self.poller = ButtonPoller(self.button, self.sample, self.history)
-    row = w.Layout(flex_flow="row wrap")
-    return w.VBox([self.top, w.HBox([self.button, self.sample], layout=row), self.middle, self.history, self.bottom])
+    buttons = w.HBox([self.button, self.sample], layout=w.Layout(flex_flow="row wrap"))
+    return w.VBox([self.top, buttons, self.middle, self.history, self.bottom])
 
 @patch
 def draw_images(self:TrainingPanel):

@@ -49,7 +49,7 @@ def quiet_writer(
     folder:str, # for event files
     **options, # of `SummaryWriter`
 ): # `SummaryWriter`
-    "A writer whose thread prints no traceback when its folder is gone or the disk is full, from its first byte on."
+    "A writer whose thread prints no traceback when its folder is gone or the disk is full."
     from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread as WriterThread
     from torch.utils.tensorboard import SummaryWriter
     before = threading.excepthook
