@@ -21,7 +21,7 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
-from qie_nb.evaluation.compare import table
+from qie_nb.evaluation.compare import compare_validation, table
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate
 from qie_nb.evaluation.validation_loss import COLUMNS, Measures, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
@@ -216,6 +216,16 @@ def test_evaluation_and_prediction_change_nothing_of_the_run(run, world):
     assert before == after and before["transformer"][0] and before["unloaded"] == (True, True)
     for a, b in (predicted, end): assert all(a[k] == b[k] for k in ("random", "scheduler", "transformer"))
     assert sorted(p.name for p in (run.root/"inference").iterdir()) == ["step_00000002", "step_00000004"] and {*COLUMNS, "held_out_image_error"} <= {*run.trainer.state.metrics} <= {*COLUMNS, "held_out_image_error", *DRIFT}
+
+
+def test_panel_and_comparison_have_one_error_for_an_image(run):
+    "The evaluation at the end and `compare_validation` edit the same pairs, sampled alike."
+    result = json.loads((run.root/"inference"/"step_00000004"/"held_out.json").read_text())
+    found = compare_validation(run.trainer)
+    assert found.sampling in found.html() and found.columns[1].steps == 2
+    shown = [row[1] for row in found.distances]
+    assert shown == pytest.approx(list(result["image_errors"].values()), abs=0.005)
+    assert all(abs(base - own) > 0.01 for base, own in found.distances), "not without LoRA"
 
 
 @pytest.mark.slow
