@@ -228,6 +228,18 @@ def test_panel_and_comparison_have_one_error_for_an_image(run):
     assert all(abs(base - own) > 0.01 for base, own in found.distances), "not without LoRA"
 
 
+@pytest.mark.parametrize("asked, sampled", [
+    (dict(), (4, 1.0, True)), (dict(true_cfg_scale=2.), (4, 2.0, True)),
+    (dict(num_inference_steps=3), (3, 4.0, False))])
+def test_a_comparison_follows_the_schedule_of_the_evaluation(asked, sampled, trainer, monkeypatch):
+    trainer.config.train.eval_schedule = "lightning"
+    blank = lambda t, columns, edits, ready: [
+        [np.zeros((*e.size[::-1], 3), np.uint8) for c in columns] for e in edits]
+    monkeypatch.setattr("qie_nb.evaluation.compare.denoise_columns", blank)
+    for c in compare_validation(trainer, **asked).columns:
+        assert (c.steps, c.true_cfg_scale, bool(c.scheduler)) == sampled
+
+
 @pytest.mark.slow
 def test_images_are_those_of_predict(run, world):
     t, folder = run.trainer, run.root/"inference"/"step_00000004"
