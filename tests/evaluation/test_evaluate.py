@@ -179,6 +179,30 @@ def test_a_change_is_not_called_better_if_the_mean_loss_rose():
     assert compare_losses(ValidationLoss(now), ValidationLoss({i: [math.nan] * 6 for i in now})).verdict == "worse"
 
 
+def test_an_evaluation_is_compared_with_the_first_and_with_the_last_one():
+    def result(loss, pairs=5):
+        losses = {str(i): [loss * (1 + i / 10)] * 6 for i in range(pairs)}
+        return dict(losses=losses, noises=2)
+
+    first = {0: result(1.), 4: result(0.5)}
+    assert "since" not in module.say_change(first, Measures(4))
+    line = module.say_change(first | {6: result(0.4)}, Measures(6))
+    assert "(loss 1.20 to 0.48)" in line and line.endswith("; better since step 4")
+    few = {0: result(1., 4), 4: result(0.5, 4)}
+    for results, shown in ((first, True), (few, False)):
+        _, row = module.rows_of(results)
+        assert row["ratio"][0] == pytest.approx(0.5)
+        assert [row["ratio"][1] is not None, row["loss"][1] is not None] == [shown] * 2
+
+
+@pytest.mark.parametrize("lora, begun", [(None, "without LoRA"), ("a.safetensors", "at step 0")])
+def test_a_run_that_begins_with_a_lora_is_not_compared_with_none(lora, begun):
+    config = make_config(dict(model=dict(lora=dict(pretrained_weight=lora))))
+    callback = EvaluationCallback(config)
+    callback.on_train_begin(NS(config=config, global_step=0, held_out=None))
+    assert callback.begun == begun
+
+
 def test_noise_samples_are_part_of_a_comparison():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     with pytest.raises(ValueError, match="the same `noises`"): compare_losses(pair(1.), pair(1., 3))

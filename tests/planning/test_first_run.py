@@ -9,6 +9,7 @@ from helpers import write_pairs
 from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core.choice import RunLength
 from qie_nb.core.presets import first_run, held_out_images, with_preset
+from qie_nb.data.dataset import loader
 from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
 from qie_nb.planning.cards import duration, plan, summary_of_run
@@ -161,6 +162,13 @@ def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, caps
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first == "2 steps (8 samples, batch 2, 2 batches a step, no GPU); 5 of 20 pairs held out"
     assert trainer.global_step == 2
+    asked = tiny(pairs, tmp_path/"asked", max_train_samples=2, val_fraction=0.25)
+    asked.cache_embeddings()
+    capsys.readouterr()
+    asked.fit(loader(asked.make_loader().dataset, batch_size=1))
+    said = capsys.readouterr().out
+    assert "held out of training" not in said, "the user knows"
+    assert asked.global_step == 2, "two samples by a loader of one each"
     assert second.startswith("held out of training, for evaluation: '") and second.endswith("(`train.val_fraction: 0` trains on all pairs)")
 
 
@@ -171,9 +179,9 @@ def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
     for was, held in (("auto", 1), (0.0, 0), (0.1, 2), (3, 3)): # auto: of an older version
         state = dict(run=dict(settings={"train.val_fraction": was}), config=dict(train=dict(num_epochs=10)))
         (tmp_path/"state.json").write_text(json.dumps(state))
-        loader = trainer.make_loader()
-        assert len(trainer.held_out or ()) == held and len(loader.dataset) == 20 - held
-        recorded = trainer.checkpoints.make_fingerprint(loader)["settings"]["train.val_fraction"]
+        made = trainer.make_loader()
+        assert len(trainer.held_out or ()) == held and len(made.dataset) == 20 - held
+        recorded = trainer.checkpoints.make_fingerprint(made)["settings"]["train.val_fraction"]
         assert recorded == was, "else the next session would hold out others"
     assert trainer.config.train.num_epochs == 10, "as the older version's run had it"
 
