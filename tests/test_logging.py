@@ -272,6 +272,33 @@ def test_error_before_the_logs_begin_is_raised(pairs, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no room for the encoder"): logged(pairs(SIZES), tmp_path, train=dict(val_fraction=0.), cache=dict(use_cache=False)).fit()
 
 
+def test_the_summary_says_which_checkpoint_is_best_and_why():
+    t = SimpleNamespace(state=RunState())
+    assert logs.best_text(t) == "", "nothing was held out"
+    t.state.evaluations = [dict(step=0, loss=[0.71, None, None]), dict(step=5, loss=[0.41] * 3)]
+    t.state.best = 0.4123, "step_00000005"
+    assert logs.best_text(t) == ("step_00000005: the lowest held-out loss, 0.412; "
+                                 "before the first step 0.710")
+    t.state.best = 0.71, ""
+    assert logs.best_text(t).startswith("none: no evaluated step has a lower held-out loss than ")
+
+
+def test_the_summary_comes_last_and_names_files_that_are_there(cached_run, monkeypatch):
+    t = cached_run.trainer
+    shown = cached_run.said[cached_run.said.index("took: "):].splitlines()
+    assert [line.partition(": ")[0] for line in shown][:3] == ["took", "memory", "best"]
+    assert shown[-1].startswith("next: ")
+    summary = logs.RunSummary(t, 3, 12.)
+    assert str(summary).startswith(f"took: 12 s for 3 steps, {t.global_step} in total\n")
+    files = summary.data()["files"]
+    assert {"LoRA", "images", "log"} <= set(files) and all(map(os.path.exists, files.values()))
+    lora = files.get("best LoRA") or files["LoRA"]
+    monkeypatch.setattr(logs, "kernel", lambda: None)
+    assert f"\nnext: qie-nb predict --lora {lora} " in str(logs.RunSummary(t, 3, 12.))
+    monkeypatch.setattr(t.state, "stop", "SIGTERM")
+    assert "\nnext: fit() continues from here" in str(logs.RunSummary(t, 3, 12.))
+
+
 def test_tracker_gets_numbers_images_captions_and_options(cached_run):
     trainer, mine = cached_run.trainer, cached_run.tracker
     assert mine.given == ("mine", dict(mode="offline"))

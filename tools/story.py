@@ -77,7 +77,7 @@ def trained(work:Path, pairs:Path, **train): # `QwenImageEditTrainer` after its 
     run = dict(output_dir=str(work), keep_checkpoints=9) # five of thirty pairs are held out
     trainer = QwenImageEditTrainer(dict(
         preset="tiny", data=dict(dataset_path=str(pairs)), cache=dict(cache_dir=str(work/"cache")),
-         train=run | train, logging=dict(log_dir=str(work/"runs"), panel=False)))
+        train=run | train, logging=dict(log_dir=str(work/"runs"), panel=False)))
     trainer.cache_embeddings()
     return trainer.fit()
 

@@ -21,7 +21,7 @@ from PIL import Image
 from fastcore.basics import patch
 
 from ..core.display import Display, Progress, digits_text, image_rows, text_table, two_numbers
-from .eval_images import drift_of, image_error, notable_text, place_text
+from .eval_images import drift_of, eval_sampling, image_error, notable_text, place_text
 from .validation_loss import (
     LossChange, Measures, ValidationLoss, compare_losses, doubt, progress_of_images)
 from ..lora import adapters as lora
@@ -361,8 +361,11 @@ def compare_validation(
     "Some pairs edited by the base model and with the active adapter; cached inputs are used."
     columns = columns_of(trainer, None, None, [seed], None, num_inference_steps, true_cfg_scale)
     columns = [replace(c, title=t) for c, t in zip(columns, ("without LoRA", "with LoRA"))]
-    if num_inference_steps is None and not any(c.scheduler for c in columns):
-        columns = [replace(c, steps=trainer.config.train.eval_num_inference_steps) for c in columns]
+    how = eval_sampling(trainer.config)
+    if num_inference_steps is None and not how.file and not any(c.scheduler for c in columns):
+        scale = how.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
+        same = dict(steps=how.steps, true_cfg_scale=scale, scheduler=tuple(how.overrides.items()))
+        columns = [replace(c, **same) for c in columns]
     dataset = cached_data(trainer, _validation_pairs(trainer) if data is None else data)
     some = spread(n, len(dataset))
     with trainer.predictor.predicting():

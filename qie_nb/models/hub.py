@@ -6,7 +6,7 @@
 __all__ = ['free_for_downloads']
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c003
-import hashlib, importlib, json, os
+import hashlib, importlib, json, os, re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -130,8 +130,8 @@ class HubModel:
 
     def announce(self):
         "Print once, before the first large file: size, folder, free space, token and licence."
-        weights = {p: n for p, n in self.files.items() if p.endswith(".safetensors")}
-        todo = sum(n for p, n in weights.items() if not self.has(p))
+        weights = [p for p in self.files if re.fullmatch(r".+/[^/.]+\.safetensors", p)] # no .fp16
+        todo = sum(self.files[p] for p in weights if not self.has(p))
         if self.announced or not todo: return
         self.announced = True
         terms = getattr(self.hub, "terms", lambda name: "")(self.name)

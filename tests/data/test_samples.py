@@ -7,9 +7,11 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from helpers import on_call
+from helpers import on_call, write_pairs
+from qie_nb.config import make_config
 from qie_nb.data.images import Geometry, source_digest
-from qie_nb.data.samples import ONE_IMAGE, ImageChanged, Sample, Samples, find_samples, load_images, split_held_out, usable
+from qie_nb.data.samples import ONE_IMAGE, ImageChanged, Sample, Samples, config_samples
+from qie_nb.data.samples import find_samples, load_images, split_held_out, usable
 
 IMAGES = (".png", ".jpg", ".jpeg", ".gif", ".webp")
 
@@ -400,3 +402,12 @@ def test_how_many_images_are_held_out(images, fraction, held, tmp_path):
     "The nearest whole number; at least one, and never all."
     samples = [Sample(str(n), write_image(tmp_path/f"t{n}.png", 99), (write_image(tmp_path/f"{n}.png", n),), "x") for n in range(images)]
     assert list(map(len, split_held_out(samples, fraction, 0))) == [images - held, held]
+
+
+def test_excluded_pairs_are_left_out_of_the_data_set_and_of_no_other(tmp_path):
+    roots = [write_pairs(tmp_path/name, ((16, 16),) * 3) for name in ("set", "val")]
+    data = make_config(dict(data=dict(dataset_path=str(roots[0]), exclude=["0001"]))).data
+    assert [s.id for s in config_samples(data)] == ["0000", "0002"]
+    assert len(config_samples(data, str(roots[1]))) == 3, "held-out pairs of a folder of their own"
+    with pytest.raises(ValueError, match="`data.exclude` has 'x', which no pair"):
+        config_samples(data.model_copy(update=dict(exclude=["x"])))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qie_nb.config import make_config
+from qie_nb.core.choice import Choice, Plan
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.devices.strategies.ways import STRATEGIES, Strategy, asked_for, in_order, used_by
 from qie_nb.planning.memory import block_bytes, memory_query, stream_tokens
@@ -111,3 +112,23 @@ def test_a_way_of_yours_is_asked_last():
         assert in_order()[-1] is STRATEGIES["mine"] and Mine().problem(None) == ""
     finally:
         del STRATEGIES["mine"]
+
+
+def test_without_a_gpu_a_warning_comes_before_the_hub_is_asked(monkeypatch, capsys):
+    said = []
+
+    def ask(self, *args, **kw):
+        said.append(capsys.readouterr().out)
+        raise ConnectionError
+
+    monkeypatch.setattr(EditModel, "__init__", ask)
+    config = make_config(dict(model=dict(pretrained_model_name_or_path="someone/model")))
+    plan = Plan(
+        device=Choice("cpu", "there is no GPU"), dtype=Choice("float32"),
+        delete_shards=Choice(False))
+    with pytest.raises(ConnectionError):
+        EditModel.as_planned(config, plan)
+    assert said[0].startswith("there is no GPU: someone/model needs one with 12 GB or more")
+    with pytest.raises(ConnectionError):
+        EditModel.as_planned(config, replace(plan, device=Choice("cpu", asked=True)))
+    assert said[1] == "", "the user asked for the CPU"

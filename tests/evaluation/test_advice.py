@@ -84,6 +84,49 @@ def test_the_lines_of_recorded_runs_are_short_and_do_not_call_a_worse_image_bett
         if m.image > m.image_before + 0.5: assert "images worse" in line
 
 
+FALLS = Interval(0.32, 0.25, 0.41)
+GOOD = Measures(100, FALLS, FALLS, image=36., image_before=68., control=43., blank=71.)
+BLIND = Measures(100, FALLS, FALLS, controls=USELESS, controls_before=USELESS)
+FELL = LossChange(0.604, 0.189, FALLS, 5)
+ROSE = LossChange(0.189, 0.604, Interval(3., 2., 4.), 5)
+FEW = LossChange(0.604, 0.189, Interval(0.32, None, None), 2)
+LOWER = LossChange(0.191, 0.189, SAME, 5)
+HIGHER = LossChange(0.189, 0.191, SAME, 5)
+
+
+@pytest.mark.parametrize("m, change, line", [
+    (GOOD, FELL, "better than without LoRA (loss 0.60 to 0.19); images 68 to 36 grey levels"),
+    (GOOD, ROSE, "worse than without LoRA (loss 0.19 to 0.60); images 68 to 36 grey levels"),
+    (GOOD, LOWER,
+     "not clearly better than without LoRA (loss 0.191 to 0.189); images 68 to 36 grey levels"),
+    (GOOD, HIGHER,
+     "not clearly worse than without LoRA (loss 0.189 to 0.191); images 68 to 36 grey levels"),
+    (GOOD, FEW, "loss 0.60 without LoRA, now 0.19 (2 pairs, too few to judge); "
+     "images 68 to 36 grey levels"),
+    (GOOD._replace(image_before=35.6), FELL,
+     "better than without LoRA (loss 0.60 to 0.19); images 36 grey levels as before"),
+    (GOOD._replace(image_before=35.), FELL,
+     "better than without LoRA (loss 0.60 to 0.19); images worse, 35 to 36 grey levels"),
+    (GOOD._replace(image=50.), FELL,
+     "lower loss than without LoRA (0.60 to 0.19), but images 68 to 50 grey levels "
+     "(untouched: 43)"),
+    (GOOD._replace(image=72., image_before=90.), FELL,
+     "lower loss than without LoRA (0.60 to 0.19), but images 90 to 72 grey levels "
+     "(a blank sheet: 71)"),
+    (BLIND, FELL, "lower loss than without LoRA (0.60 to 0.19), but not by the control images")])
+def test_an_evaluation_is_better_only_if_its_images_agree(m, change, line):
+    "And the earlier number is always the first one."
+    assert str(Evaluation(m, change.now, change)) == f"step 100: {line}"
+
+
+def test_an_evaluation_says_what_has_changed_since_the_last_one():
+    line = str(Evaluation(GOOD, 0.189, FELL, FELL, 50, earlier=30.))
+    assert line.endswith("; better since step 50; images 68 to 36 grey levels (30 at step 50)")
+    assert str(Evaluation(GOOD, 0.189, FELL, FELL, 50, earlier=40.)).endswith("36 grey levels")
+    assert str(Evaluation(BLIND, 0.189, FELL, FELL, 50)).endswith("; lower since step 50")
+    assert "since" not in str(Evaluation(GOOD, 0.189, FELL, FEW, 50))
+
+
 @pytest.mark.parametrize("doubted", [False, True])
 @pytest.mark.parametrize("begun", ["without LoRA", "at step 0"])
 def test_no_line_is_longer_than_139_characters(doubted, begun):

@@ -21,7 +21,7 @@ from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
-from qie_nb.evaluation.compare import table
+from qie_nb.evaluation.compare import compare_validation, table
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate
 from qie_nb.evaluation.validation_loss import COLUMNS, Measures, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
@@ -186,6 +186,30 @@ def test_a_change_is_not_called_better_if_the_mean_loss_rose():
     assert compare_losses(ValidationLoss(now), broken).verdict == "worse"
 
 
+def test_an_evaluation_is_compared_with_the_first_and_with_the_last_one():
+    def result(loss, pairs=5):
+        losses = {str(i): [loss * (1 + i / 10)] * 6 for i in range(pairs)}
+        return dict(losses=losses, noises=2)
+
+    first = {0: result(1.), 4: result(0.5)}
+    assert "since" not in module.say_change(first, Measures(4))
+    line = module.say_change(first | {6: result(0.4)}, Measures(6))
+    assert "(loss 1.20 to 0.48)" in line and line.endswith("; better since step 4")
+    few = {0: result(1., 4), 4: result(0.5, 4)}
+    for results, shown in ((first, True), (few, False)):
+        _, row = module.rows_of(results)
+        assert row["ratio"][0] == pytest.approx(0.5)
+        assert [row["ratio"][1] is not None, row["loss"][1] is not None] == [shown] * 2
+
+
+@pytest.mark.parametrize("lora, begun", [(None, "without LoRA"), ("a.safetensors", "at step 0")])
+def test_a_run_that_begins_with_a_lora_is_not_compared_with_none(lora, begun):
+    config = make_config(dict(model=dict(lora=dict(pretrained_weight=lora))))
+    callback = EvaluationCallback(config)
+    callback.on_train_begin(NS(config=config, global_step=0, held_out=None))
+    assert callback.begun == begun
+
+
 def test_noise_samples_are_part_of_a_comparison():
     pair = lambda v, noises=2: ValidationLoss({"0": [v] * 6}, noises)
     with pytest.raises(ValueError, match="the same `noises`"): compare_losses(pair(1.), pair(1., 3))
@@ -223,6 +247,28 @@ def test_evaluation_and_prediction_change_nothing_of_the_run(run, world):
     assert before == after and before["transformer"][0] and before["unloaded"] == (True, True)
     for a, b in (predicted, end): assert all(a[k] == b[k] for k in ("random", "scheduler", "transformer"))
     assert sorted(p.name for p in (run.root/"inference").iterdir()) == ["step_00000002", "step_00000004"] and {*COLUMNS, "held_out_image_error"} <= {*run.trainer.state.metrics} <= {*COLUMNS, "held_out_image_error", *DRIFT}
+
+
+def test_panel_and_comparison_have_one_error_for_an_image(run):
+    "The evaluation at the end and `compare_validation` edit the same pairs, sampled alike."
+    result = json.loads((run.root/"inference"/"step_00000004"/"held_out.json").read_text())
+    found = compare_validation(run.trainer)
+    assert found.sampling in found.html() and found.columns[1].steps == 2
+    shown = [row[1] for row in found.distances]
+    assert shown == pytest.approx(list(result["image_errors"].values()), abs=0.005)
+    assert all(abs(base - own) > 0.01 for base, own in found.distances), "not without LoRA"
+
+
+@pytest.mark.parametrize("asked, sampled", [
+    (dict(), (4, 1.0, True)), (dict(true_cfg_scale=2.), (4, 2.0, True)),
+    (dict(num_inference_steps=3), (3, 4.0, False))])
+def test_a_comparison_follows_the_schedule_of_the_evaluation(asked, sampled, trainer, monkeypatch):
+    trainer.config.train.eval_schedule = "lightning"
+    blank = lambda t, columns, edits, ready: [
+        [np.zeros((*e.size[::-1], 3), np.uint8) for c in columns] for e in edits]
+    monkeypatch.setattr("qie_nb.evaluation.compare.denoise_columns", blank)
+    for c in compare_validation(trainer, **asked).columns:
+        assert (c.steps, c.true_cfg_scale, bool(c.scheduler)) == sampled
 
 
 @pytest.mark.slow

@@ -95,6 +95,25 @@ def test_sizes_are_known_before_a_download(hub):
     assert not weights(hub.got)
 
 
+def test_a_download_is_announced_once_and_before_its_first_byte(hub, tmp_path, monkeypatch, capsys):
+    "Its size without other variants of the weights, where it goes, the space there, and the terms."
+    hub.served = shutil.copytree(hub.served, tmp_path/"served")
+    (hub.served/"vae"/"diffusion_pytorch_model.fp16.safetensors").write_bytes(b"x" * 9_000_000)
+    size = sum(p.stat().st_size for p in hub.served.glob("*/*.safetensors") if "fp16" not in p.name)
+    hub.size, hub.terms, said = 5 * 10**9, lambda name: "no token needed, Apache-2.0", []
+
+    def first(self, path):
+        if path.endswith(".safetensors"): said.append(capsys.readouterr().out)
+
+    on_call(monkeypatch, hubs.HubModel, "fetch", first)
+    resolve_model(NAME, ["vae"])
+    assert said[0].splitlines()[0] == (
+        f"downloading {NAME}, {hubs.format_bytes(size)} in all, to {hub.folder}, 5.00 GB free; "
+        "no token needed, Apache-2.0")
+    resolve_model(NAME, ["transformer"])
+    assert "downloading" not in "".join(said[1:]) + capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsys):
     root, quantized = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)

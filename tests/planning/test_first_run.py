@@ -9,12 +9,15 @@ import pytest
 import session_table
 from helpers import write_pairs
 from qie_nb.config import load_config_from_yaml, make_config
-from qie_nb.core.presets import first_run, with_preset
+from qie_nb.core.choice import RunLength
+from qie_nb.core.presets import first_run, held_out_images, with_preset
+from qie_nb.data.dataset import loader
 from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
 from qie_nb.planning.cards import duration, plan, summary_of_run
 from qie_nb.planning.first_config import init
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.callbacks import RunState
 from qie_nb.training.run_data import keep_older_length
 from test_machines import MACHINES
 
@@ -106,6 +109,29 @@ def test_thirty_pairs_are_the_same_run_everywhere(preset, tmp_path, monkeypatch)
     assert re.fullmatch(rf"{length}, {where}; 5 of 30 pairs held out", printed), printed
 
 
+def test_the_pairs_decide_from_five_hundred_to_two_thousand_samples():
+    samples = {n: first_run(n).samples for n in (0, 31, 32, 125, 126)}
+    assert samples == {0: 500, 31: 500, 32: 512, 125: 2000, 126: 2000}
+    held_out = {n: held_out_images(n) for n in (9, 10, 19, 20, 54, 56)}
+    assert held_out == {9: 0, 10: 1, 19: 1, 20: 5, 54: 5, 56: 6}
+    assert first_run(30, gpus=2, batch=3).steps == 84, "of six samples"
+    every = {gpus: first_run(30, gpus).every for gpus in (1, 2, 8)}
+    assert every == {1: 125, 2: 63, 8: 20}, "a quarter of the run, and at least 20 steps"
+
+
+def test_a_step_has_the_accumulated_batches_of_all_processes(tmp_path, monkeypatch):
+    state = RunState(processes=2)
+    state.set_lengths(RunLength(samples=500), 30, accumulated=4, batch_size=3)
+    assert state.max_steps == 21, "of 2 x 4 x 3 samples"
+    state.set_lengths(RunLength(epochs=3), 30, accumulated=4, batch_size=3)
+    assert state.max_steps == 12, "an epoch has 30 batches, a step 8 of them"
+    pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * PAIRS)
+    config = dict(preset="t4x2", data=dict(dataset_path=str(pairs), batch_size=3),
+                  train=dict(gradient_accumulation_steps=4))
+    run = summary(config, CARDS["t4x2"][0], monkeypatch)
+    assert str(run).startswith("21 steps (500 samples, batch 3, 4 batches a step, 2 GPUs), ")
+
+
 @pytest.mark.parametrize("train, length", [
     (dict(), (500, None)),
     (dict(max_train_samples=800), (800, None)),
@@ -162,15 +188,23 @@ def tiny(pairs, folder, **train):
 
 def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, capsys):
     pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * 20)
-    trainer = tiny(pairs, tmp_path, max_train_samples=4)
+    trainer = tiny(pairs, tmp_path, max_train_samples=8, gradient_accumulation_steps=2)
     trainer.cache_embeddings()
     capsys.readouterr()
     trainer.fit()
     first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first == "2 steps (4 samples, batch 2, no GPU); 5 of 20 pairs held out"
+    assert first == ("2 steps (8 samples, batch 2, 2 batches a step, no GPU); "
+                     "5 of 20 pairs held out")
     assert trainer.global_step == 2
     assert second.startswith("held out of training, for evaluation: '")
     assert second.endswith("(`train.val_fraction: 0` trains on all pairs)")
+    asked = tiny(pairs, tmp_path/"asked", max_train_samples=2, val_fraction=0.25)
+    asked.cache_embeddings()
+    capsys.readouterr()
+    asked.fit(loader(asked.make_loader().dataset, batch_size=1))
+    said = capsys.readouterr().out
+    assert "held out of training" not in said, "the user knows"
+    assert asked.global_step == 2, "two samples by a loader of one each"
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
@@ -181,10 +215,11 @@ def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
         run = dict(settings={"train.val_fraction": was})
         state = dict(run=run, config=dict(train=dict(num_epochs=10)))
         (tmp_path/"state.json").write_text(json.dumps(state))
-        loader = trainer.make_loader()
-        assert len(trainer.held_out or ()) == held and len(loader.dataset) == 20 - held
-        recorded = trainer.checkpoints.make_fingerprint(loader)["settings"]["train.val_fraction"]
+        made = trainer.make_loader()
+        assert len(trainer.held_out or ()) == held and len(made.dataset) == 20 - held
+        recorded = trainer.checkpoints.make_fingerprint(made)["settings"]["train.val_fraction"]
         assert recorded == was, "else the next session would hold out others"
+    assert trainer.config.train.num_epochs == 10, "as the older version's run had it"
 
 
 @pytest.mark.parametrize("was, now, epochs", [
