@@ -137,7 +137,8 @@ def predict(a):
     for side in ("width", "height"):
         n = getattr(a, side)
         if n is not None and (n < 16 or n % 16):
-            raise ValueError(f"`--{side}` must be a multiple of 16, got {n}; use {max(16, n // 16 * 16)}")
+            nearest = max(16, n // 16 * 16)
+            raise ValueError(f"`--{side}` must be a multiple of 16, got {n}; use {nearest}")
     t = _trainer(a)
     from PIL import Image
     from qie_nb.lora.adapters import split_weight
@@ -278,7 +279,8 @@ def check(a):
     _check_least(a, steps=1)
     if a.overfit: return _overfit(a)
     where = _to_check(a)
-    from qie_nb.data.alignment_check import align_pairs, aligned_summary, check_alignment, new_folder
+    from qie_nb.data.alignment_check import align_pairs, aligned_summary
+    from qie_nb.data.alignment_check import check_alignment, new_folder
     if a.align: new_folder(a.align) # raises before the work
     with redirect_stdout(sys.stderr if a.json else sys.stdout): # progress
         report = check_alignment(where)

@@ -197,7 +197,9 @@ def shown_rows(self:Comparison) -> tuple: # titles, rows of (image, note); befor
 @patch
 def html(self:Comparison) -> str:
     titles, rows = self.shown_rows()
-    head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>' if self.sampling else ""
+    head = ""
+    if self.sampling:
+        head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>'
     return head + image_rows(titles, [(e.prompt, row) for e, row in zip(self.edits, rows)])
 
 @patch
