@@ -23,7 +23,6 @@ def _split_settings(texts) -> tuple: # (settings, others)
     is_setting = lambda t: re.match(r"[\w.]+=", t)
     return [t for t in texts if is_setting(t)], [t for t in texts if not is_setting(t)]
 
-# %% ../nbs/04_cli.ipynb #96e63901
 def _config(a): # `Config`, or None if nothing is given
     from qie_nb.config import load_config_from_yaml
     settings, files = _split_settings(getattr(a, "settings", []))
@@ -40,7 +39,6 @@ def _config(a): # `Config`, or None if nothing is given
     if getattr(a, "preset", None): settings.append(f"preset={a.preset}")
     return load_config_from_yaml(*files or [None], settings) if files or settings else None
 
-# %% ../nbs/04_cli.ipynb #96e63902
 def _needed_config(a):
     if (c := _config(a)) is not None: return c
     raise ValueError(f"`{a.command}` needs a configuration: --config run.yaml (`qie-nb init` writes one), or "
@@ -130,7 +128,6 @@ def evaluate(a):
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
     if len(results) > 1 and "losses" in results[0]: print(table(results))
 
-# %% ../nbs/04_cli.ipynb #ef4d2101
 def predict(a):
     out_file = check_result_file(a.out)
     _check_least(a, steps=2, cfg=0)
@@ -169,7 +166,6 @@ def cache(a):
     m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
-# %% ../nbs/04_cli.ipynb #788a1601
 def _listed(v): return v if isinstance(v, list) else [v]
 
 def _stats(m, a):

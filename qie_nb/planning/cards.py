@@ -20,7 +20,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config, sides_of
 from ..core.choice import Choice, Plan, RunLength
-from ..core.display import note, table_html, text_table
+from ..core.display import duration, note, table_html, text_table
 from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, known_gpu_name
 from ..data.samples import ONE_IMAGE, config_samples
 from ..devices.strategies.ways import used_by
@@ -74,10 +74,6 @@ def step_seconds(
     moved = (elementwise_bytes(q) + unpacked) / bytes_rate(known)
     return products * math.prod(way.slowdown for way in used_by(q)) + moved
 
-# %% ../../nbs/planning/03b_cards.ipynb #4f17fc03
-def duration(seconds:float) -> str:
-    return f"{max(1, seconds / 60):.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
 # %% ../../nbs/planning/03b_cards.ipynb #716047f5
 def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
@@ -87,7 +83,6 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
     slower = math.prod((way.slowdown for way in used_by(q)), start=weights)
     return step_work(q) * slower / speedup(q.processes)
 
-# %% ../../nbs/planning/03b_cards.ipynb #71604701
 def strategies(
     q:MemoryQuery,
     gpu:Gpu,
@@ -153,6 +148,7 @@ def _counted(
     n:int,
     what:str, # the word for one
 ) -> str:
+    "1 step, 2 steps."
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 class PlannedRun(NamedTuple):
@@ -316,7 +312,6 @@ def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
                (rows, ("", "strategy", "GB", "host GB", f"{self.samples} samples" if known else "TFLOP a step"))}
     return {title: table for title, table in out.items() if table[0]}
 
-# %% ../../nbs/planning/03b_cards.ipynb #44828701
 @patch
 def _head(self:GpuPlan) -> str:
     m, g = self.shown, self.gpu

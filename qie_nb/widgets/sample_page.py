@@ -229,8 +229,10 @@ def _figures(dataset, i, f, tensors, height) -> str:
     sizes = zip((*f["control_sizes"], f["target_size"]), (*f["control_bucket"], f["bucket"]))
     for n, (source, (size, bucket)) in enumerate(zip((*s.controls, s.target), sizes)):
         name, what = f"control_latent.{n}", "before"
-        if len(s.controls) > 1: what = f"before {n + 1}"
-        if n == len(s.controls): name, what = "pixel_latent", "after"
+        if n == len(s.controls):
+            name, what = "pixel_latent", "after"
+        elif len(s.controls) > 1:
+            what = f"before {n + 1}"
         im = _opened(source, aspect)
         title = f"{what}: {_size(size)}"
         if n == len(s.controls) or f["areas_known"]:

@@ -10,11 +10,12 @@ import session_table
 from helpers import write_pairs
 from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core.choice import RunLength
+from qie_nb.core.display import duration
 from qie_nb.core.presets import first_run, held_out_images, with_preset
 from qie_nb.data.dataset import loader
 from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
-from qie_nb.planning.cards import duration, plan, run_of_plan
+from qie_nb.planning.cards import plan, run_of_plan
 from qie_nb.planning.first_config import init
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.callbacks import RunState
