@@ -18,6 +18,7 @@ from ..core.display import size_text, kernel
 from ..data.images import Geometry
 from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
+from ..lora.file_header import counted_captions, thumbnail_of
 from ..lora.formats import COMFY_NAME, lora_info, read_lora
 from ..lora.adapters import keep_trainable, parse_loras, write_lora
 from ..lora.model_card import card_settings, own_card, write_model_card
@@ -368,8 +369,20 @@ class RunAdapters:
     def metadata(self) -> dict:
         "What a LoRA file says of its run."
         g, v, name = self.geometry(), self.components.variant, self.components.name
-        return dict(base=Path(name).name, **v.note(), control_area=g.control_area, vl_area=g.vl_area,
-                    image_size=list(g.image_size), steps=self.state.global_step, weights=self.weights_name)
+        base = Path(name).name
+        if v.published_name and Path(name).is_dir(): base = v.published_name # folders have private names
+        return dict(base=base, **v.note(), control_area=g.control_area, vl_area=g.vl_area,
+                    image_size=list(g.image_size), steps=self.state.global_step, weights=self.weights_name,
+                    **self.trained_on())
+
+    def trained_on(self) -> dict: # {} before any data
+        "How many pairs, and their instructions, for a LoRA's header."
+        samples = () if self.data is None else self.data.samples or ()
+        if not samples: return {}
+        captions = counted_captions([s.prompt for s in samples])
+        found = dict(pairs=len(samples), captions=captions)
+        trigger = self.config.data.trigger_word or (len(captions) == 1 and list(captions)[0])
+        return found | dict(trigger=trigger) if trigger else found
 
     def card_facts(self) -> dict: # as for `model_card`
         "What a model card says of its run."
@@ -436,18 +449,21 @@ class RunAdapters:
         schedule:str|dict=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
         card:bool=True, # write README.md into a folder?
         workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
+        title:str=None, thumbnail=None, # for LoRA managers; an image or its path
     ) -> Path: # None in processes that do not write it
         "Write the adapter, or its running mean. All processes must call this."
         if workflow and format != "comfyui":
             raise ValueError(f"`workflow` needs `format` comfyui, got {format!r}; call "
                              "save_lora(path, format='comfyui', workflow=True)")
         info = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
+        if title: info["title"] = title
+        small = thumbnail_of(thumbnail) if thumbnail is not None else ""
         name = Path(path).name if Path(path).suffix == ".safetensors" else COMFY_NAME
         facts = self.workflow_facts(name, schedule) if workflow and self.state.is_main else None
         if facts:
             from qie_nb.extras.comfyui_workflow import workflow as comfyui_workflow, write_workflow
             comfyui_workflow(facts) # raises before anything is written
-        file = self._write(path, info, format)
+        file = self._write(path, info, format, small)
         if file is None: return None
         if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
         which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
@@ -459,19 +475,21 @@ class RunAdapters:
         if kernel() is not None: print(NEXT[format])
         return file
 
-    def _write(self, path, info, format):
+    def _write(self, path, info, format, thumbnail):
         "Write the LoRA file with more metadata; its path, or None in processes that do not write it."
         trained = self._trained_file()
         if trained: # the base is not needed
             read = read_lora(trained)
-            return SavedLora(write_lora(path, read.state, read.config, self.metadata() | info, format))
+            info = read.info | self.metadata() | info
+            return SavedLora(write_lora(path, read.state, read.config, info, format, thumbnail))
         if "default" not in self.in_memory:
             raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
                              "or load_lora() first")
         tr = self.components.gathered()
         with self.ema_weights(): state = lora.lora_state(tr)
         if not self.state.is_main: return None
-        return SavedLora(lora.save_lora(tr, path, self.metadata() | info, format=format, state=state))
+        return SavedLora(lora.save_lora(tr, path, self.metadata() | info, format=format, state=state,
+                                        thumbnail=thumbnail))
 
     def publish(self,
         folder:str|Path, # for the LoRA, README.md and samples/

@@ -55,6 +55,7 @@ def _digest(text:str) -> str: # 12 hex digits
 class QwenImage(Variant):
     "What all variants of Qwen-Image-Edit share."
     title = "Qwen-Image-Edit"
+    implementation = "https://github.com/QwenLM/Qwen-Image"
     modulation_table = True
     unused_layers = UNUSED
     published = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
