@@ -17,7 +17,9 @@ ORDER = "core config cache data lora models devices encoding sampling planning p
 ASKED_FOR = {
     "core.cache_layers": {"open_place": "remote_shards"},
     "training.run_adapters": {"workflow_facts": "comfyui_workflow", "save": "comfyui_workflow"},
-    "cli": {"precompute": "ray_cluster", "overfit": "diagnostics", "selfcheck": "selfcheck"}}
+    "cli": {"precompute": "ray_cluster", "caption": "instructions", "overfit": "diagnostics",
+            "selfcheck": "selfcheck"},
+    "widgets.sample_viewer": {"propose": "instructions"}}
 
 
 def settings():
