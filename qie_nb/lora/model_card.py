@@ -10,6 +10,7 @@ import html, json, re, shutil
 from pathlib import Path
 
 from ..config import Config
+from ..core.display import link_to, size_text
 from ..core.environment import hub_error
 from ..core.files import write_atomic
 from ..core.section import all_settings
@@ -126,6 +127,25 @@ def write_model_card(folder, facts:dict, images=(), where:str="path/to/this/fold
         copies.append((target.relative_to(folder).as_posix(), text))
     write_atomic(folder/"README.md", model_card(facts, copies, where).encode())
     return folder/"README.md"
+
+# %% ../../nbs/lora/03_model_card.ipynb #93e91cbe
+class SavedLora(type(Path())):
+    "The path of a LoRA file; in a notebook, links to it and to what was saved beside it."
+    def __repr__(self): return str(self)
+
+    def files(self) -> dict: # {what: path}, of those that exist
+        folder = self.parent
+        found = {"LoRA": self}
+        if self.name in (WEIGHT_NAME, COMFY_NAME):
+            found = {"LoRA": folder/WEIGHT_NAME, "LoRA for ComfyUI": folder/COMFY_NAME}
+        found["workflow for ComfyUI"] = self.with_name(f"{self.stem}_workflow.json")
+        found["model card"] = folder/"README.md"
+        return {what: path for what, path in found.items() if path.is_file()}
+
+    def _repr_html_(self) -> str:
+        links = [f"{what}: {link_to(path)} ({size_text(path.stat().st_size)})"
+                 for what, path in self.files().items()]
+        return f"<div>{'<br>'.join(links)}</div>"
 
 # %% ../../nbs/lora/03_model_card.ipynb #b46d4d2a
 def published(folder) -> list: # paths relative to it

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEXT', 'LoadedLora', 'as_list_of_names', 'sizes_in', 'info_of_sizes', 'other_positions', 'shift_factor', 'Sampling',
-           'FewSteps', 'SavedLora', 'RunAdapters']
+           'FewSteps', 'RunAdapters']
 
 # %% ../../nbs/training/07_run_adapters.ipynb #de820905
 import math
@@ -20,7 +20,7 @@ from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
 from ..lora.formats import COMFY_NAME, lora_info, read_lora
 from ..lora.adapters import keep_trainable, parse_loras, write_lora
-from ..lora.model_card import card_settings, own_card, write_model_card
+from ..lora.model_card import SavedLora, card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..models.variants.base import Variant
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
@@ -89,10 +89,6 @@ class FewSteps(NamedTuple):
     schedule:object # `SamplingSchedule`
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104
-class SavedLora(type(Path())):
-    "A path that shows itself as text."
-    def __repr__(self): return str(self)
-
 NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md beside it shows it in diffusers, "
                       "and trainer.save_lora('comfyui', format='comfyui') writes it for ComfyUI",
             comfyui="next: copy the file into ComfyUI's folder models/loras")
