@@ -450,8 +450,8 @@ class RunAdapters:
         print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
         if facts:
             files = write_workflow(facts, file)
-            print(f"workflow for ComfyUI: {files.ui}, and for its HTTP interface {files.api.name}; the model "
-                  "files in it have their published names, choose yours")
+            print(f"workflow for ComfyUI: {files.ui} (for its HTTP interface: {files.api.name})")
+            print("it names the model's files as they are published; choose yours in its nodes")
         if kernel() is not None: print(NEXT[format])
         return file
 
