@@ -19,7 +19,7 @@ from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.samples import find_samples
 from qie_nb.planning.doctor import TRIED
-from qie_nb.tiny.photos import answers, demo_config, errors, truths, write_pairs
+from qie_nb.tiny.photos import answers, demo_config, errors, make_pairs, truths, write_pairs
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import divided
@@ -322,6 +322,19 @@ def own_versions(places, platform, request):
 each_python = pytest.mark.parametrize("places", [False, pytest.param(True, marks=pytest.mark.weekly)], ids=["this Python", "the platform's versions"])
 
 
+@pytest.mark.slow
+def test_the_optional_notebook_packs_a_cache_that_training_uses(tmp_path, capsys):
+    run = ran(PRECOMPUTE, kaggle(tmp_path, quota=64 * MB), changes={'"duotone", 48)': '"duotone", 6)'})
+    packed = next(run.output.rglob("packed"))
+    assert {p.suffix for p in packed.iterdir()} == {".safetensors", ".json", ".sqlite"}
+    pairs = make_pairs(tmp_path/"pairs", "duotone", 6)
+    caches = [str(packed), str(tmp_path/"cache")]
+    config = dict(preset="tiny", data=dict(dataset_path=str(pairs)), cache=dict(cache_dir=caches))
+    QwenImageEditTrainer(config | dict(train=dict(output_dir=str(tmp_path/"out")))).cache_embeddings()
+    assert "0 encoded" in capsys.readouterr().out
+
+
+@pytest.mark.weekly # test_newcomer.py has the one notebook alone, every day
 @pytest.mark.slow
 @each_python
 def test_kaggle_notebooks_hand_the_cache_over_train_and_resume(places, tmp_path, request):
