@@ -115,7 +115,7 @@ def joined(outputs) -> list:
     return out
 
 
-def jpeg(data:str, quality=80) -> str: # base64 of a PNG or JPEG
+def jpeg(data:str, quality=72) -> str: # base64 of a PNG or JPEG
     from PIL import Image
     image, out = Image.open(io.BytesIO(base64.b64decode(data))), io.BytesIO()
     if image.mode != "RGB": image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
