@@ -3,7 +3,8 @@
     platform = kaggle(tmp_path, {"datasets/user/pairs": folder}) # /kaggle/input/datasets/user/pairs, read-only
     run = run_notebook("kaggle/train/train.ipynb", platform)
 
-A session that has the library installs nothing: pip only keeps its arguments (`Run.asked`). One without it has the real pip.
+A session that has the library installs nothing: pip only keeps its arguments (`Run.asked`).
+One without the library has the real pip.
 A session sees the whole machine without internet; its changes are lost (so an install cell may install and uninstall), except its working folder.
 This needs Linux with `unshare`, as root or with user namespaces (then without installing).
 """
@@ -130,7 +131,9 @@ def session(
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
                      **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env)
     first = f"{home/'without_pip'}:" if library else ""
-    spec = vars(platform) | dict(home=home, python=python, env=variables, first=first, before=before, command=[str(w).format(home=home) for w in command])
+    command = [str(word).format(home=home) for word in command]
+    spec = vars(platform) | dict(home=home, python=python, env=variables, first=first,
+                                 before=before, command=command)
     (home/"spec.json").write_text(json.dumps(spec, default=str))
     before = {at: files_of(folder) for at, folder in platform.inputs.items()}
     done = subprocess.run([*unsharing(), sys.executable, __file__, "enter", mounts_of(), str(home/"spec.json")], capture_output=True, text=True, timeout=timeout)
@@ -156,7 +159,8 @@ def run_notebook(
     error = (home/"error.txt").read_text() or f"exit code {done.returncode}: {done.stderr[-3000:]}" * bool(done.returncode)
     kept = home/"asked.txt"
     asked = tuple(kept.read_text().splitlines()) if kept.exists() else ()
-    return Run(json.loads((home/"executed.ipynb").read_text()), error, home/"output", bytes_of(home/"output"), changed, asked)
+    executed, output = json.loads((home/"executed.ipynb").read_text()), home/"output"
+    return Run(executed, error, output, bytes_of(output), changed, asked)
 
 
 DRIVER = """
@@ -239,7 +243,8 @@ def enter(spec) -> int:
     spec["env"]["PYTHONPATH"] = spec["first"] + spec["env"]["PYTHONPATH"]
     code, session, working = run(spec["command"]).returncode, new/spec["home"][1:], new/spec["working"][1:]
     kept = [working/Path(at).relative_to(spec["working"]) for at in spec["kept"] if Path(at).is_relative_to(spec["working"])]
-    for name in {"executed.ipynb", "error.txt", "asked.txt"} & {*os.listdir(session)}: shutil.copyfile(session/name, home/name)
+    for name in {"executed.ipynb", "error.txt", "asked.txt"} & {*os.listdir(session)}:
+        shutil.copyfile(session/name, home/name)
     shutil.copytree(working, home/"output", ignore=lambda folder, names: [n for n in names if Path(folder)/n in kept], symlinks=True, dirs_exist_ok=True)
     return code
 
