@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROW', 'NEXT', 'row_of', 'csv_line', 'number', 'json_line', 'append', 'CSVCallback', 'peak_memory', 'best_text',
-           'files_of', 'RunSummary', 'link_to', 'SummaryCallback']
+           'files_of', 'RunSummary', 'SummaryCallback']
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from urllib.parse import quote
 from weakref import WeakKeyDictionary
 
 # %% ../nbs/03_logging.ipynb #5bc8a601
@@ -28,7 +27,8 @@ from PIL import Image
 from qie_nb.config import LoggingSection
 from qie_nb.core.files import write_atomic
 from qie_nb.core.display import (
-    Display, Progress, digits_text, is_interactive, kernel, short_time, table_html)
+    Display, Progress, digits_text, is_interactive, kernel, link_to, short_time,
+    table_html)
 from qie_nb.data.batches import Batch
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.validation_loss import COLUMNS
@@ -401,14 +401,6 @@ class RunSummary(Display):
         *rows, then = self.rows.items()
         links = [f"{escape(what)}: {link_to(path)}" for what, path in self.files.items()]
         return f"<div>{table_html(rows)}<div>{'<br>'.join(links)}</div>{table_html([then])}</div>"
-
-def link_to(path:Path) -> str: # HTML
-    "A link as IPython's `FileLink` makes it for files below the notebook's folder; else the path."
-    try:
-        inside = Path(path).resolve().relative_to(Path.cwd())
-    except ValueError:
-        return escape(str(path))
-    return f'<a href="{quote(inside.as_posix())}" target="_blank">{escape(inside.as_posix())}</a>'
 
 # %% ../nbs/03_logging.ipynb #a4630567
 class SummaryCallback(Callback):

@@ -3,6 +3,8 @@
     platform = kaggle(tmp_path, {"datasets/user/pairs": folder}) # /kaggle/input/datasets/user/pairs, read-only
     run = run_notebook("kaggle/train/train.ipynb", platform)
 
+A session that has the library installs nothing: pip only keeps its arguments (`Run.asked`).
+One without the library has the real pip.
 A session sees the whole machine without internet; its changes are lost (so an install cell may install and uninstall), except its working folder.
 This needs Linux with `unshare`, as root or with user namespaces (then without installing).
 """
@@ -24,6 +26,13 @@ import os
 def mount(mountpoint):
     if not os.path.isdir(os.path.join(mountpoint, "MyDrive")): raise ValueError("mount failed")
 '''}
+
+
+# instead of pip, where the library is there already
+PIP = """
+import sys
+with open(ASKED, "a") as f: f.write(" ".join(sys.argv[1:]) + "\\n")
+"""
 
 
 @dataclass
@@ -61,6 +70,7 @@ class Run:
     output: Path         # copy of the working folder at the end
     written: int         # bytes of its files
     inputs_written: list # changed files of inputs
+    asked: tuple = ()    # lines of arguments that pip got, if the library was there already
 
     def text(self) -> str:
         "Everything that the cells print and show, as text."
@@ -110,11 +120,20 @@ def session(
     for name, text in texts.items():
         (home/name).parent.mkdir(parents=True, exist_ok=True)
         (home/name).write_text(text, encoding="utf-8")
+    if library:
+        stub = home/"without_pip"/"pip"
+        stub.mkdir(parents=True)
+        (stub/"__init__.py").write_text("")
+        (stub/"__main__.py").write_text(f"ASKED = {str(home/'asked.txt')!r}\n{PIP}")
+        (home/"asked.txt").write_text("")
     (home/"output").mkdir()
     variables = dict(PATH=f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin", LANG="C.UTF-8", PYTHONPATH=":".join([str(home/"modules")] + [str(REPO)] * library),
                      PIP_CONFIG_FILE=os.devnull, PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_ROOT_USER_ACTION="ignore", IPYTHONDIR="/tmp/.ipython",
                      **{k: v for k, v in os.environ.items() if k.startswith("OMP_")}, **platform.env)
-    spec = vars(platform) | dict(home=home, python=python, env=variables, before=before, command=[str(w).format(home=home) for w in command])
+    first = f"{home/'without_pip'}:" if library else ""
+    command = [str(word).format(home=home) for word in command]
+    spec = vars(platform) | dict(home=home, python=python, env=variables, first=first,
+                                 before=before, command=command)
     (home/"spec.json").write_text(json.dumps(spec, default=str))
     before = {at: files_of(folder) for at, folder in platform.inputs.items()}
     done = subprocess.run([*unsharing(), sys.executable, __file__, "enter", mounts_of(), str(home/"spec.json")], capture_output=True, text=True, timeout=timeout)
@@ -138,7 +157,10 @@ def run_notebook(
     command = [python or sys.executable, "{home}/driver.py", "{home}", platform.working]
     home, done, changed = session(platform, command, python, files=files | {"notebook.ipynb": source, "executed.ipynb": source, "error.txt": "", "driver.py": DRIVER}, **options)
     error = (home/"error.txt").read_text() or f"exit code {done.returncode}: {done.stderr[-3000:]}" * bool(done.returncode)
-    return Run(json.loads((home/"executed.ipynb").read_text()), error, home/"output", bytes_of(home/"output"), changed)
+    kept = home/"asked.txt"
+    asked = tuple(kept.read_text().splitlines()) if kept.exists() else ()
+    executed, output = json.loads((home/"executed.ipynb").read_text()), home/"output"
+    return Run(executed, error, output, bytes_of(output), changed, asked)
 
 
 DRIVER = """
@@ -218,9 +240,11 @@ def enter(spec) -> int:
     new, home = new_root(spec), Path(spec["home"])
     run = functools.partial(subprocess.run, env=spec["env"], preexec_fn=lambda: (os.chroot(new), os.chdir(spec["working"])))
     run([spec["python"], "-c", spec["before"]], check=True)
+    spec["env"]["PYTHONPATH"] = spec["first"] + spec["env"]["PYTHONPATH"]
     code, session, working = run(spec["command"]).returncode, new/spec["home"][1:], new/spec["working"][1:]
     kept = [working/Path(at).relative_to(spec["working"]) for at in spec["kept"] if Path(at).is_relative_to(spec["working"])]
-    for name in {"executed.ipynb", "error.txt"} & {*os.listdir(session)}: shutil.copyfile(session/name, home/name)
+    for name in {"executed.ipynb", "error.txt", "asked.txt"} & {*os.listdir(session)}:
+        shutil.copyfile(session/name, home/name)
     shutil.copytree(working, home/"output", ignore=lambda folder, names: [n for n in names if Path(folder)/n in kept], symlinks=True, dirs_exist_ok=True)
     return code
 

@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['kernel', 'is_interactive', 'short_time', 'duration', 'digits_text', 'decimals_of', 'two_numbers', 'image_bytes',
-           'image_html', 'image_rows', 'table_html', 'text_table', 'badge', 'note', 'figure', 'counted_reasons',
-           'status_text']
+           'image_html', 'image_rows', 'table_html', 'text_table', 'badge', 'note', 'link_to', 'figure',
+           'counted_reasons', 'status_text']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, math, os, re, sys, threading, time
 from html import escape
 from pathlib import Path
+from urllib.parse import quote
 from uuid import uuid4
 
 from fastcore.basics import patch
@@ -225,6 +226,17 @@ def note(text:str, good:bool=False) -> str: # green instead of orange?
     "A highlighted sentence, escaped."
     style = f"border-left:4px solid {'#2e7d32' if good else '#c77700'};padding-left:8px;margin:6px 0"
     return f'<div style="{style};overflow-wrap:anywhere">{escape(text)}</div>'
+
+# %% ../../nbs/core/02_display.ipynb #3b3486d6
+def link_to(path:Path) -> str: # HTML
+    "A link as IPython's `FileLink` makes it for files below the notebook's folder; else the path."
+    try:
+        inside = Path(path).resolve().relative_to(Path.cwd())
+    except ValueError:
+        return escape(str(path))
+    if "google.colab" in sys.modules:
+        return escape(str(path))
+    return f'<a href="{quote(inside.as_posix())}" target="_blank">{escape(inside.as_posix())}</a>'
 
 # %% ../../nbs/core/02_display.ipynb #4c4770f9
 def figure(**kw): # of matplotlib's `Figure`

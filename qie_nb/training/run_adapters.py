@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEXT', 'LoadedLora', 'as_list_of_names', 'sizes_in', 'info_of_sizes', 'shift_factor', 'Sampling', 'FewSteps',
-           'SavedLora', 'RunAdapters']
+           'RunAdapters']
 
 # %% ../../nbs/training/07_run_adapters.ipynb #de820905
 import math
@@ -21,7 +21,7 @@ from ..lora import adapters as lora
 from ..lora.file_header import thumbnail_of, trained_on
 from ..lora.formats import COMFY_NAME, lora_info, read_lora
 from ..lora.adapters import keep_trainable, parse_loras, write_lora
-from ..lora.model_card import card_settings, own_card, write_model_card
+from ..lora.model_card import SavedLora, card_settings, own_card, write_model_card
 from ..models.flow_matching import calculate_mu
 from ..models.variants.text_to_image import other_positions
 from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
@@ -75,10 +75,6 @@ class FewSteps(NamedTuple):
     schedule:object # `SamplingSchedule`
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104
-class SavedLora(type(Path())):
-    "A path that shows itself as text."
-    def __repr__(self): return str(self)
-
 NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md beside it shows it in diffusers, "
                       "and trainer.save_lora('comfyui', format='comfyui') writes it for ComfyUI",
             comfyui="next: copy the file into ComfyUI's folder models/loras")
@@ -448,8 +444,8 @@ class RunAdapters:
         print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
         if facts:
             files = write_workflow(facts, file)
-            print(f"workflow for ComfyUI: {files.ui}, and for its HTTP interface {files.api.name}; the model "
-                  "files in it have their published names, choose yours")
+            print(f"workflow for ComfyUI: {files.ui} (for its HTTP interface: {files.api.name})")
+            print("it names the model's files as they are published; choose yours in its nodes")
         if kernel() is not None: print(NEXT[format])
         return file
 

@@ -1,7 +1,7 @@
 """The notebook kaggle/train in an imitation of Kaggle with one fault each.
 
 The doctor names the fault and its remedy, and errors stop the notebook. All faults are set in one
-kernel: its notebook has the second cell once for each fault, after a cell that fakes the machine.
+kernel: its notebook has the cell with the settings once for each fault, after a cell that fakes the machine.
 Only what needs another installation has a session of its own."""
 import json, re
 
@@ -12,7 +12,8 @@ from helpers import settings, write_pairs
 from fake_kaggle import Run, kaggle, run_notebook
 from qie_nb.trainer import QwenImageEditTrainer
 from test_kaggle import OLD_TORCHAO as TORCHAO_INFO
-from test_kaggle import TRAIN, cells_of, needs_root, notebook, trial_with, wheels
+from test_kaggle import TRAIN, cells_of, needs_root, notebook, offline, settings_cell
+from test_kaggle import trial_with, wheels
 
 pytestmark = pytest.mark.slow
 # the published model with generated pairs, without a preset
@@ -86,7 +87,7 @@ P100 = ("Tesla P100-PCIE-16GB", 17_000_000_000, (6, 0), False)
 IN_BF16 = OURS | {"train=dict(eval": 'train=dict(mixed_precision="bf16", eval'}
 REMEDY = OURS | {"env = detect_environment()": "import os\nexec(line)\nenv = detect_environment()"}
 
-# name: (changes of the second cell, what `machine` sets)
+# name: (changes of the cell with the settings, what `machine` sets)
 FAULTS = {
     "as it is": ({}, {}),
     "a GPU without kernels": ({}, dict(gpu=P100)),
@@ -94,6 +95,7 @@ FAULTS = {
     "no internet": (OURS, dict(online=False)),
     "2 GB of disk": (OURS, dict(quota=2 * 10**9)),
     "8 GB of host memory": (WAITS, dict(memory=8 * 10**9)),
+    "no photograph": (OURS | {"squares(512)[0]": '"/kaggle/input/my-photos/1.jpg"'}, {}),
     "no fault": (OURS, {}),
     "sm 7.5": (OURS, dict(gpu=T4)),
     "several together": (IN_BF16, dict(gpu=T4, memory=8 * 10**9, token=None)),
@@ -124,9 +126,9 @@ def error_of(cells) -> str: # "" without one
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    "{fault: Run}, what the second cell and one that prints the report as JSON have shown."
+    "{fault: Run}, what the cell with the settings and one that prints the report as JSON have shown."
     folder = tmp_path_factory.mktemp("checked")
-    install, check, *_ = cells_of(TRAIN)
+    install, check = cells_of(TRAIN)[0], settings_cell(TRAIN)
     other, root = folder/"other", write_pairs(folder/"set", ((48, 32),) * 2)
     QwenImageEditTrainer(settings(root, other, "v1")).cache_embeddings()
     cells = ["import fakes\nreport = None", install]
@@ -193,11 +195,17 @@ def test_it_stops(fault, what, pattern, checked):
     only_error(checked[fault], what, pattern, ["error"] if also_warned else ["error", "warning"])
 
 
+def test_a_photograph_that_is_missing_stops_before_anything_is_trained(checked):
+    said = re.sub(r"\x1b\[[\d;]*m", "", checked["no photograph"].error)
+    sentence = "image '/kaggle/input/my-photos/1.jpg' does not exist; check the path"
+    assert sentence in said and "Ready to run" not in checked["no photograph"].text()
+
+
 @pytest.mark.weekly
 def test_an_old_torchao_stops(tmp_path):
     "The installed package; the shared kernel has only its metadata."
     needs_root()
-    path = notebook(tmp_path, cells_of(TRAIN)[1], REPORT)
+    path = notebook(tmp_path, settings_cell(TRAIN), REPORT)
     run = run_notebook(path, platform_of(tmp_path), before=OLD_TORCHAO)
     only_error(run, "torchao", TORCHAO, ["error"])
 
@@ -243,7 +251,8 @@ def test_the_install_cell_removes_an_old_torchao(wheels, tmp_path):
     "Training needs no internet, GPU or secret, and less than 2 GB of disk."
     needs_root()
     platform = platform_of(tmp_path, token=None, quota=2 * 10**9, inputs={"datasets/user/wheels": wheels})
-    run = run_notebook(TRAIN, platform, changes=SHORT, before=OLD_TORCHAO, library=False)
+    run = run_notebook(TRAIN, platform, changes=SHORT | offline(), before=OLD_TORCHAO,
+                       library=False)
     assert not run.error, run.error
     lora = load_file(run.output/"trial"/"lora"/"pytorch_lora_weights.safetensors")
     assert "Successfully uninstalled torchao-0.10.0" in run.text() and any(t.any() for name, t in lora.items() if "lora_B" in name)

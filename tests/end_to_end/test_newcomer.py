@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 from fake_kaggle import colab, kaggle
 from qie_nb.tiny.photos import EDITS, crops
 from qie_nb.tiny.random_models import tiny_folder
-from test_kaggle import COLAB, PRECOMPUTE, PREQUANTIZE, TRAIN, images, ran
+from test_kaggle import COLAB, PRECOMPUTE, PREQUANTIZE, TRAIN, images, ran, settings_cell
+from test_kaggle import trial_with
 
-pytestmark = pytest.mark.weekly # test_kaggle.py runs each of the notebooks once with each change
+pytestmark = pytest.mark.slow
 PROMPT = "age it like an old photograph"
 
 
@@ -29,7 +30,7 @@ def photos(tmp_path_factory):
 
 def changed(path, pairs, where, preset="t4x2", model="tiny", size=96, steps=12) -> dict:
     "The lines that a user changes, here to a small model, few steps and small images."
-    text = "".join(nbformat.read(path, 4)["cells"][4]["source"])
+    text = settings_cell(path)
     own = {
         "TRIAL = True": "TRIAL = False",
         f'preset="{preset}",': 'preset="tiny",',
@@ -60,6 +61,55 @@ def trained(lora):
 KAGGLE_PAIRS, COLAB_PAIRS = '"/kaggle/input/my-pairs"', '"/content/drive/MyDrive/my_pairs"'
 
 
+def shown_by(run, begin) -> str:
+    "The HTML of a cell, found by its first words."
+    (cell,) = [c for c in run.notebook["cells"] if "".join(c["source"]).startswith(begin)]
+    return "".join("".join(o.get("data", {}).get("text/html", "")) for o in cell["outputs"])
+
+
+def check_results(run, working, top):
+    "The photograph's edit, and links to files that exist."
+    edit = shown_by(run, "from qie_nb.widgets import before_after")
+    assert edit.count("<img") == 2 and ">before<" in edit and ">after<" in edit, edit[-500:]
+    links = re.findall(r'href="([^"]+)"', shown_by(run, "trainer.save_lora("))
+    lora = "pytorch_lora_weights"
+    names = f"{lora}.safetensors", f"{lora}_comfyui.safetensors", f"{lora}_comfyui_workflow.json"
+    assert links == [f"{top}lora/{name}" for name in (*names, "README.md")]
+    assert all((working/link).is_file() for link in links) and trained(working/top/"lora")
+    nodes = json.loads((working/links[2]).read_text())["nodes"]
+    loaded = [n["widgets_values"][0] for n in nodes if n["type"] == "LoraLoaderModelOnly"]
+    assert loaded == [names[1]]
+
+
+def test_one_kaggle_notebook_does_the_whole_job(photos, tmp_path):
+    "The trial, own pairs and an own photograph in the same session, and the next one that resumes."
+    inputs = {"datasets/me/my-pairs": photos}
+    working = tmp_path/"working"
+    working.mkdir()
+    interactive = dict(KAGGLE_KERNEL_RUN_TYPE="Interactive")
+    live = kaggle(tmp_path, inputs, interactive, kept={"/kaggle/working": working})
+    short = trial_with("max_train_steps=4, eval_steps=4") | {'"duotone", 48)': '"duotone", 12)'}
+    run = played("kaggle one 1 trial", TRAIN, live, changes=short)
+    check_results(run, working, "trial/")
+
+    where = "/kaggle/input/datasets/me/my-pairs"
+    photo = {"squares(512)[0]": f'"{where}/my pairs/Before Photos/IMG_1003.JPG"'}
+    values = dict(pairs=KAGGLE_PAIRS, where=repr(where))
+    run = played("kaggle one 2 own", TRAIN, live, changes=photo | changed(TRAIN, **values))
+    check_results(run, working, "")
+    text = run.text()
+    assert "12 samples (in my pairs" in text and "12 in total: done" in text, text[-3000:]
+    assert "not used: checkpoint in /kaggle/working/trial/checkpoints" in text, text[:3000]
+    assert len(images(run)) == 4, "pairs, comparison, photograph, curves"
+
+    batch = kaggle(tmp_path, inputs | {"notebooks/me/qie-nb-train": working})
+    longer = changed(TRAIN, **values, steps=16)
+    run = played("kaggle one 3 next session", TRAIN, batch, changes=photo | longer)
+    check_results(run, run.output, "")
+    assert "0 encoded" in run.text() and "16 in total: done" in run.text(), run.text()[-3000:]
+
+
+@pytest.mark.weekly
 @pytest.mark.parametrize("model", ["tiny", "another model"])
 def test_trial_then_own_pairs_on_kaggle(model, photos, tmp_path):
     "An interactive session, with one working folder; then batch runs with attached outputs."
@@ -81,6 +131,7 @@ def test_trial_then_own_pairs_on_kaggle(model, photos, tmp_path):
     assert "0 encoded" in text and re.search("16 in total", text) and trained(run.output/"lora"), text[-3000:]
 
 
+@pytest.mark.weekly
 def test_trial_then_own_pairs_on_colab(photos, tmp_path):
     "Also beside a trial that was run before trials had a folder of their own."
     drive = tmp_path/"drive"
@@ -95,6 +146,7 @@ def test_trial_then_own_pairs_on_colab(photos, tmp_path):
     assert "0 encoded" in text and "step 16 of 16" in text and sorted(p.name for p in (drive/"qie_nb").glob("run*")) == ["run"], text[-3000:]
 
 
+@pytest.mark.weekly
 def test_trial_then_own_copy_of_the_model(tmp_path):
     kept = {"/kaggle/working": tmp_path/"working"}
     (tmp_path/"working").mkdir()

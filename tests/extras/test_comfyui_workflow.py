@@ -151,7 +151,17 @@ def test_texts_are_data_and_too_many_images_are_refused(tmp_path):
     api = json.loads(files.api.read_text(encoding="utf-8"))
     assert [n["inputs"]["prompt"] for n in api.values() if "prompt" in n["inputs"]] == [NASTY, " "]
     with pytest.raises(ValueError, match="`workflow` needs at most three control images, got 4"): workflow(facts(controls=4))
-    with pytest.raises(ValueError, match="`workflow` needs images of 10486 pixels to 16 megapixels, got 4096 pixels"): workflow(facts(area=64 * 64))
+    with pytest.raises(ValueError, match="`workflow` needs images of at most 16 megapixels, got 33554432 pixels: "):
+        workflow(facts(area=2**25))
+
+
+def test_images_that_are_too_small_for_the_node_get_its_smallest_size_and_a_note():
+    f = facts("2509", image_size=(96, 96), area=96**2)
+    scaled = [d["inputs"] for d in workflow(f).nodes.values() if d["kind"] == "ImageScaleToTotalPixels"]
+    assert scaled and all(inputs["megapixels"] == 0.01 for inputs in scaled)
+    note = "The training has images of 96 x 96 pixels. ComfyUI's node scales to 0.01 megapixels or more"
+    assert note in workflow_note(f)
+    assert note[:24] not in workflow_note(facts("2509", image_size=(128, 128), area=128**2))
 
 
 def sampler_and_loras(folder):
