@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.display import table_html
+from ..core.display import in_first_process, message_html, table_html
 from ..core.files import few, nfc, visible
 from .images import IMAGE_SUFFIXES
 from .no_pairs import WHAT_TO_DO
@@ -61,7 +61,7 @@ class Samples(list):
         if len(self) < 10:
             notes.append(f"only {_counted(len(self), 'pair')}: most edits need 20 or more")
         for note in dict.fromkeys(notes):
-            if note not in _printed:
+            if note not in _printed and in_first_process():
                 print(note)
         _printed.update(notes)
 
@@ -88,7 +88,7 @@ class Samples(list):
 
     def _repr_html_(self):
         rows = [(s.id, len(s.controls), s.prompt) for s in self[:3]]
-        notes = "".join(f"<p>{escape(n)}</p>" for n in self.notes)
+        notes = "".join(f"<p>{message_html(n)}</p>" for n in self.notes)
         table = table_html(rows, ("sample", "controls", "prompt"))
         html = f"<p>{escape(repr(self))}</p>{notes}{table}"
         if self.ignored:

@@ -199,7 +199,8 @@ def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planne
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
     if c and cache_dirs(c) and not is_url(cache_dirs(c)[-1]): folders["cache"] = Path(cache_dirs(c)[-1])
-    bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
+    filled = "attach a filled cache" if e.name == "kaggle" else "name a filled cache in `cache.cache_dir`"
+    bad = ("warning", f"too little for the real model; remove files, or {filled}")
     for name, folder in folders.items():
         room = e.free_space(folder, m.free)
         out.append(Finding(f"disk: {name}", f"{folder}: {room / 1e9:.1f} GB free",
@@ -217,11 +218,11 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     missing = sum(i.bytes for i in files) > 1e9
     if m.online is False:
         how = "connect to the network, or give the folder of a copy"
-        if m.environment.name in ("kaggle", "colab"):
+        if m.environment.name == "kaggle":
             how = ("switch Internet on in the notebook's settings, or attach the model as an input and give "
                    "its folder")
         bad = "error", f"{name} cannot be downloaded: {how}"
-        out.append(Finding("internet", "no", *(bad if missing else ("note", "nothing to download"))))
+        out.append(Finding("internet", "no", *(bad if missing else ("note", "not needed: nothing is downloaded"))))
     elif m.online: out.append(Finding("internet", "yes"))
     if missing and not m.token:
         remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: key "
@@ -391,7 +392,10 @@ class DoctorReport:
         if not (errors := self.of("error")): return self
         for f in self.findings:
             if f.level != "ok": print(f"{f.level:<8}{f.what}: {f.value}; {f.remedy}")
-        raise ValueError("; ".join(f.sentence for f in errors))
+        sentences = [f.sentence for f in errors]
+        if len(sentences) > 1:
+            sentences = [f"{len(errors)} faults:", *(f"- {s}" for s in sentences)]
+        raise ValueError("\n".join(sentences))
 
     def config(self) -> Config:
         "The configuration with the plan's settings."

@@ -8,13 +8,12 @@ __all__ = ['SIZES', 'ODD', 'sample_viewer', 'SampleViewer', 'caption_file', 'fol
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0003
 import sys
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 
 from fastcore.basics import patch
 
-from ..core.display import Display, StatusText, note, report_errors
+from ..core.display import Display, StatusText, message_html, note, report_errors
 from ..core.files import write_atomic
 from ..data.alignment_check import MISALIGNED, alignment_mark
 from ..data.dataset import ImageDataset
@@ -213,7 +212,7 @@ def _draw_caption(self:SampleViewer, c):
     c.caption.layout.display = "" if path else "none"
     c.save.layout.display = c.undo.layout.display = c.caption.layout.display
     c.undo.disabled = not self.undone
-    c.where.value = escape(f"caption file: {path}{unsaved}" if path else why)
+    c.where.value = message_html(f"caption file: {path}{unsaved}" if path else why)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001b
 @patch
