@@ -479,12 +479,11 @@ def _train(job, notebook, commands):
     end_together(trainer)
 
 def _precompute(job, notebook):
-    from dataclasses import asdict
     from qie_nb.core.display import Progress
     from qie_nb.trainer import QwenImageEditTrainer
     Progress.tell = lambda what, n, total: notebook.send(progress=[what, n, total])
     with redirect_stdout(io.StringIO()): report = QwenImageEditTrainer(job["config"]).cache_embeddings()
-    notebook.send(report=asdict(report))
+    notebook.send(report=vars(report))
 
 def started_process():
     "The main program of a process that `fit` or `cache_embeddings` starts."

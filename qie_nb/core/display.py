@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['kernel', 'is_interactive', 'short_time', 'digits_text', 'decimals_of', 'two_numbers', 'image_bytes', 'image_html',
            'image_rows', 'message_html', 'table_html', 'text_table', 'badge', 'note', 'figure', 'in_first_process',
-           'running_cell', 'PrintedResult', 'counted_reasons', 'status_text']
+           'print_first', 'running_cell', 'PrintedResult', 'counted_reasons', 'status_text']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, math, os, re, sys, threading, time
@@ -336,6 +336,11 @@ def in_first_process() -> bool:
     "Is this the first of several processes that were launched together, or the only one?"
     return os.environ.get("RANK", "0") == "0"
 
+def print_first(text:str):
+    "Print in the first of several launched processes only."
+    if in_first_process():
+        print(text)
+
 def running_cell() -> int: # None outside of a notebook
     "The number of the notebook cell that runs now."
     shell = getattr(kernel(), "shell", None)
@@ -353,6 +358,7 @@ class PrintedResult:
             self.printed_in = cell
 
     def _ipython_display_(self):
+        "Show the result as text, unless this cell has printed it."
         from IPython.display import display
         if self.printed_in is None or self.printed_in != running_cell():
             display({"text/plain": repr(self)}, raw=True)

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.display import in_first_process, message_html, table_html
+from ..core.display import message_html, print_first, table_html
 from ..core.files import few, nfc, visible
 from .images import IMAGE_SUFFIXES
 from .no_pairs import WHAT_TO_DO
@@ -61,8 +61,8 @@ class Samples(list):
         if len(self) < 10:
             notes.append(f"only {_counted(len(self), 'pair')}: most edits need 20 or more")
         for note in dict.fromkeys(notes):
-            if note not in _printed and in_first_process():
-                print(note)
+            if note not in _printed:
+                print_first(note)
         _printed.update(notes)
 
     def _counts(self) -> str:

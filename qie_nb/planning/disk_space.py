@@ -21,6 +21,7 @@ from ..core.files import DiskFull, free_bytes
 from ..core.settings import MOST
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
+from ..models.hub import ATTACH
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
 from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
@@ -346,7 +347,7 @@ _REMEDIES = dict(downloads="give the folder of a copy on another disk",
                  cache="name a filled cache first (`cache.cache_dir: [filled, own]`)",
                  **{"remote shards": "set `cache.remote_copy_gb` lower, or QIE_NB_REMOTE_COPY to another disk"},
                  logs="set `logging.log_images` to false")
-_ON_KAGGLE = _REMEDIES | dict(downloads="attach the model as an input and give its folder",
+_ON_KAGGLE = _REMEDIES | dict(downloads=ATTACH,
                               cache="attach a filled cache (`cache.cache_dir: [attached, own]`)")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9855801

@@ -21,6 +21,7 @@ from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
+from ..models.hub import offline_advice
 from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
@@ -217,10 +218,7 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     files = [] if is_local(name) else download_items(c, _query(c), m.environment.env)
     missing = sum(i.bytes for i in files) > 1e9
     if m.online is False:
-        how = "connect to the network, or give the folder of a copy"
-        if m.environment.name == "kaggle":
-            how = ("switch Internet on in the notebook's settings, or attach the model as an input and give "
-                   "its folder")
+        how = offline_advice(m.environment.name == "kaggle")
         bad = "error", f"{name} cannot be downloaded: {how}"
         out.append(Finding("internet", "no", *(bad if missing else ("note", "not needed: nothing is downloaded"))))
     elif m.online: out.append(Finding("internet", "yes"))
@@ -392,10 +390,8 @@ class DoctorReport:
         if not (errors := self.of("error")): return self
         for f in self.findings:
             if f.level != "ok": print(f"{f.level:<8}{f.what}: {f.value}; {f.remedy}")
-        sentences = [f.sentence for f in errors]
-        if len(sentences) > 1:
-            sentences = [f"{len(errors)} faults:", *(f"- {s}" for s in sentences)]
-        raise ValueError("\n".join(sentences))
+        head = f"{len(errors)} faults:\n- " if len(errors) > 1 else ""
+        raise ValueError(head + "\n- ".join(f.sentence for f in errors))
 
     def config(self) -> Config:
         "The configuration with the plan's settings."
