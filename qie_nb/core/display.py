@@ -161,10 +161,11 @@ def image_html(
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
-    width = max(160, round(height * w / h)) # long titles wrap
+    across = round(height * w / h)
+    width = max(160, across) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
             f'max-width:min({width}px, {share})"><img alt="" '
-            f'style="height:{height}px;max-width:100%;object-fit:contain" '
+            f'style="width:{across}px;height:auto;max-width:100%" '
             f'src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 

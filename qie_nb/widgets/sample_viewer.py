@@ -321,7 +321,7 @@ def build(self:SampleViewer):
         swap=w.Button(description="swap before and after of all", **fit),
         whole=w.Checkbox(self.whole, description="whole text", indent=False, **fit),
         decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, **fit),
-        caption=w.Textarea(layout=w.Layout(width="60em", max_width="100%", height="5em")),
+        caption=w.Textarea(layout=w.Layout(width="60em", max_width="calc(100% - 4px)", height="5em")),
         save=w.Button(description="save caption", **width()), undo=w.Button(description="undo", **width()),
         where=w.HTML(), message=w.HTML(), page=w.HTML())
     self._wire(c)
