@@ -36,7 +36,7 @@ def offload(part:torch.nn.Module, device:str|torch.device) -> torch.nn.Module: #
 
 # %% ../../nbs/devices/07_edit_model.ipynb #e9d60b13
 def references_to(
-    part, # a component: a model, a processor, a scheduler or None
+    part:object, # a component: a model, a processor, a scheduler or None
 ) -> list: # of weak references
     "References to all modules of a component, which tell whether they are still in memory."
     if not isinstance(part, torch.nn.Module):
