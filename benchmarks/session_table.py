@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from anchors import anchor_table
 from table import markdown
+from qie_nb.core.display import duration
 
 DOCS = HERE.parent/"docs"
 PAIRS, SIDE, SAMPLING_STEPS = 50, 512, 20
@@ -105,7 +106,6 @@ def case(where, side, products, pairs=PAIRS):
 
 
 def cases(where): return [(side, products, *case(where, side, products)) for side in AREAS for products in PRODUCTS]
-def duration(seconds): return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 def gb(n): return f"{n / 1e9:.1f}"
 
 def sessions(phases, hours): # download and quantization again in each one; a quarter of an hour of each is lost

@@ -281,13 +281,13 @@ def images(self:LogCallback, t):
 # %% ../nbs/03_logging.ipynb #3d000018
 @patch
 def samples(self:LogCallback, t):
-    "The edits of an evaluation, between control and target if known; each caption once."
+    "The edits of an evaluation, between before and after if known; each caption once."
     for s in t.state.eval_images:
         try: edit = np.asarray(Image.open(s.file).convert("RGB"))
         except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
         tag, text = f"samples/{s.name}", s.caption
         if s.shown:
-            names = "control, edit, target" if s.shown[1:] else "control, edit"
+            names = "before, edit, after" if s.shown[1:] else "before, edit"
             edit, text = image_grid([s.shown[0], edit, *s.shown[1:]]), f"{names}: {text}"
         self.send("image", tag, edit, t.global_step)
         if self.captions.get(tag) != text: self.send("text", tag, text, t.global_step)
@@ -333,7 +333,8 @@ def peak_memory(t:"QwenImageEditTrainer") -> str: # "" if it is not known
         return f"{used / 1e9:.1f} GB of this process"
     from qie_nb.planning.plan import step_memory
     planned = ""
-    with suppress(ValueError, KeyError, AttributeError): # a model that the plan does not know
+    # a model that the plan does not know, or a variant without figures for a plan
+    with suppress(ValueError, KeyError, AttributeError, NotImplementedError):
         planned = f", a step by the plan {step_memory(t.plan, t.planner.facts).total / 1e9:.1f} GB"
     return f"{gauges['peak_MB'] / 1e3:.1f} GB on {t.device}{planned}"
 

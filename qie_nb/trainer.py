@@ -428,9 +428,10 @@ class QwenImageEditTrainer(RunAttributes):
         schedule:str|dict=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
         card:bool=True, # write README.md into a folder?
         workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
+        title:str=None, thumbnail:object=None, # for LoRA managers; image or path
     ) -> Path: # None in processes that do not write it
         "Write the adapter, or its running mean. All processes must call this."
-        return self.adapters.save(path, format, schedule, card, workflow)
+        return self.adapters.save(path, format, schedule, card, workflow, title, thumbnail)
 
     def publish(self,
         folder:str|Path, # for the LoRA, README.md and samples/

@@ -99,7 +99,7 @@ def test_samples_and_their_captions(cached_run):
     r = cached_run.run
     tags = [t for t in r.images if t.startswith("samples/")]
     assert len(tags) == len(cached_run.trainer.held_out) and all(len(r.images[t]) == 2 for t in tags)
-    assert all(r.texts[t][-1][1] == f"control, edit, target: {NASTY}" and len(r.texts[t]) == 1 for t in tags)
+    assert all(r.texts[t][-1][1] == f"before, edit, after: {NASTY}" and len(r.texts[t]) == 1 for t in tags)
     edit = np.asarray(Image.open(sorted((cached_run.tmp/"checkpoints"/"inference").glob("epoch_0002/00_*.jpg"))[0]))
     h, w = edit.shape[:2]
     row = r.images[tags[0]][-1][1]
@@ -308,7 +308,7 @@ def test_tracker_gets_numbers_images_captions_and_options(cached_run):
     assert [s[2] for s in numbers] == list(range(1, trainer.global_step + 1)) and "gpu_memory/utilization" in numbers[0][1] and any("held_out_loss" in s[1] for s in numbers)
     tags = {t for s in mine.seen if s[0] == "images" for t in s[1]}
     assert {"training/training_images", "training/control_images", "individual/training_image_0"} <= tags and any(t.startswith("samples/") for t in tags)
-    assert any(v == f"control, edit, target: {NASTY}" for s in mine.seen if s[0] == "log" for v in s[1].values())
+    assert any(v == f"before, edit, after: {NASTY}" for s in mine.seen if s[0] == "log" for v in s[1].values())
     assert mine.seen[1][1]["train.num_epochs"] == 2 and all(isinstance(v, (str, int, float)) for v in mine.seen[1][1].values())
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NEAR', 'PathStr', 'LocalPath', 'Folder', 'is_section', 'Section', 'Setting', 'all_settings', 'other_names',
-           'older_names', 'nearest_key', 'unknown_key_text', 'error_text']
+           'older_names', 'nearest_key', 'unknown_key_text', 'near_setting', 'error_text']
 
 # %% ../../nbs/core/06b_section.ipynb #5ec71003
 import difflib, os, re
@@ -132,6 +132,15 @@ def unknown_key_text(
         sections = ", ".join(Section.everything.model_fields)
         return f"`{key}` is not a known key; the sections are {sections}"
     return f"`{key}` is not a known key; did you mean `{nearest}`?"
+
+def near_setting(
+    flag:str, # a name as it was typed
+) -> str: # dotted; "" if no setting is close
+    "The setting that a mistyped option may mean."
+    key = nearest_key(flag)
+    last = flag.rpartition(".")[2]
+    alike = difflib.SequenceMatcher(None, last, key.rpartition(".")[2]).ratio()
+    return key if alike >= 0.75 or other_names().get(last) == key else ""
 
 # %% ../../nbs/core/06b_section.ipynb #5ec7100c
 def _no_text(value:object) -> str:

@@ -37,7 +37,6 @@ from ..sampling.denoising import pick_schedule, sampling_text
 # %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b3a
 BASE, NOW = "base", "now" # values of `checkpoints` beside files: the base model, and the active adapters
 
-# %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b01
 @dataclass(frozen=True)
 class Column:
     "The settings of one column of a comparison."
@@ -59,7 +58,6 @@ class FoundAdapter(NamedTuple):
     metadata: dict
     title: str
 
-# %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b03
 def find_adapter(
     trainer,
     name, # checkpoint folder, latest, best, LoRA file, folder that contains one, or hub id
@@ -109,7 +107,6 @@ def columns_of(
 # %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd01
 _STRENGTHS = {1.0: "full strength", 0.5: "half strength", 2.0: "double strength"}
 
-# %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd02
 def _different(columns, scaled, seeded) -> list: # columns that give the same edits become one
     groups, out = {}, []
     for c in columns:
@@ -197,7 +194,9 @@ def shown_rows(self:Comparison) -> tuple: # titles, rows of (image, note); befor
 @patch
 def html(self:Comparison) -> str:
     titles, rows = self.shown_rows()
-    head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>' if self.sampling else ""
+    head = ""
+    if self.sampling:
+        head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>'
     return head + image_rows(titles, [(e.prompt, row) for e, row in zip(self.edits, rows)])
 
 @patch
@@ -228,7 +227,6 @@ def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inch
 # %% ../../nbs/evaluation/03_compare.ipynb #59410b3c
 _OWN = "compared" # name of the adapter from a file
 
-# %% ../../nbs/evaluation/03_compare.ipynb #59410b01
 @contextmanager
 def adapters_kept(trainer):
     "Restore the active adapters and their weights afterwards."
@@ -289,7 +287,6 @@ def _geometry(trainer, columns):
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
                    vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
-# %% ../../nbs/evaluation/03_compare.ipynb #c535ff01
 def _check_sampling(parts, columns, edits):
     for c in columns:
         check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
@@ -410,10 +407,9 @@ def change_since(earlier:dict, result:dict) -> LossChange: # None for other pair
 def table(results:list) -> str: # of `evaluate`, with held-out losses
     "Checkpoints with their losses and their difference from the best one, which is marked."
     best = min(results, key=lambda result: result["held_out_loss"])
-    least = ValidationLoss(best["losses"], best["noises"])
     rows = []
     for result in results:
-        change = compare_losses(least, ValidationLoss(result["losses"], result["noises"]))
+        change = compare_losses(loss_in(best), loss_in(result))
         error = result.get("held_out_image_error")
         rows.append((
             "*" if result is best else "", result["checkpoint"], result["weights"],

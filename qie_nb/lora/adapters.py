@@ -16,6 +16,7 @@ import torch
 
 from ..core.cache_entries import fault_of_numbers
 from ..core.files import path_from, write_atomic
+from .file_header import manager_entries
 from .formats import (
     COMFY_NAME, WEIGHT_NAME, LoraWeights, check_lora, find_lora, is_hub_id, kohya_alpha, lora_info,
     lora_layers, rank_of, read_lora)
@@ -57,7 +58,6 @@ def set_weight(transformer, name:str, weight:float):
     "Multiply an adapter's alpha / r, active or not."
     for m in adapted_layers(transformer).values(): m.set_scale(name, weight)
 
-# %% ../../nbs/lora/01_adapters.ipynb #b7e94301
 def active_loras(transformer) -> dict: # {adapter name: weight}, in the order in which they are added
     "The active adapters; weights to nine digits, because peft stores only their product with alpha / r."
     layers = [*adapted_layers(transformer).values()]
@@ -69,7 +69,6 @@ def _weight(layer, name):
     scale = layer.lora_alpha[name] / (layer.r[name]**0.5 if layer.use_rslora.get(name) else layer.r[name])
     return float(f"{layer.scaling[name] / scale:.9g}") if scale else 1.0
 
-# %% ../../nbs/lora/01_adapters.ipynb #b7e94302
 def is_merged(transformer) -> bool:
     return any(m.merged for m in adapted_layers(transformer).values())
 
@@ -92,7 +91,6 @@ def check_adapter_weights(weights:dict):
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
 
-# %% ../../nbs/lora/01_adapters.ipynb #c2378201
 def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."
     check_not_merged(transformer), check_adapter_weights(weights)
@@ -134,7 +132,6 @@ def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
                              "it unmerged, or load the base with `model.quantize` none")
     return layers
 
-# %% ../../nbs/lora/01_adapters.ipynb #28fb8201
 def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`
     "Add the active adapters to the base's weights; a second call changes nothing."
     if is_merged(transformer): return
@@ -324,6 +321,7 @@ def write_lora(
     state:dict, # {"<layer>.lora_A.weight": tensor}
     config:dict, info:dict, # peft's settings, and our note
     format:str="diffusers", # or comfyui
+    thumbnail:str="", # for LoRA managers, see `thumbnail_of`
 ) -> Path: # the file
     "Write a LoRA file atomically. Raises ValueError for a suffix of pickles, and for NaN."
     from safetensors.torch import save
@@ -337,6 +335,7 @@ def write_lora(
     prefix, key = ("transformer.", "lora_adapter_metadata") if ours else ("", "qie_nb_adapter")
     settings = json.dumps({f"{prefix}{k}": v for k, v in config.items()}, sort_keys=True)
     header = {"format": "pt", key: settings, "qie_nb": json.dumps(info or {}, sort_keys=True)}
+    header |= manager_entries(tensors, info or {}, config, thumbnail)
     write_atomic(path, save(tensors, metadata=header))
     return path
 
@@ -385,20 +384,20 @@ def adapter_config(transformer, name:str="default") -> dict: # plain JSON
     keep -= {"inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version"}
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items() if k in keep}
 
-# %% ../../nbs/lora/01_adapters.ipynb #05498701
 def save_lora(
     transformer,
     path, # folder or .safetensors file
     info:dict=None, # our note: base model, variant, control_area, steps
     name:str="default", format:str="diffusers", # or comfyui
     state:dict=None, # as in `lora_state`; the note then says `weights: ema` unless `info` does
+    thumbnail:str="", # as in `write_lora`
 ): # the file
     "Write the adapter atomically; merging does not change the file."
     if name not in getattr(transformer, "peft_config", {}):
         raise ValueError(f"there is no adapter {name!r} to save; add or load one first")
     tensors = {k.removeprefix("transformer."): t for k, t in lora_state(transformer, name, state).items()}
     info = dict(weights="ema" if state else "raw") | (info or {})
-    return write_lora(path, tensors, adapter_config(transformer, name), info, format)
+    return write_lora(path, tensors, adapter_config(transformer, name), info, format, thumbnail)
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f5ee
 def _check_fit(transformer, read): # read: `LoraWeights`

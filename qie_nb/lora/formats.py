@@ -340,7 +340,7 @@ def _plain_alpha(metadata:dict, file:Path) -> list: # of at most one `Stated`
     found = {}
     for name in _PLAIN_ALPHA:
         text = str(metadata.get(name, "")).strip()
-        if text in ("", "None", "null"): continue
+        if text in ("", "None", "null", "Dynamic"): continue # kohya's word for layers that differ
         try:
             found[name] = float(text)
         except ValueError:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'FLOAT32', 'BANDWIDTH', 'ASSUMED_PAIRS', 'CARDS', 'product_rate', 'bytes_rate', 'step_seconds', 'speedup',
-           'rank_cost', 'strategies', 'run_seconds', 'RunSummary', 'held_out_pairs', 'run_summary', 'summary_of_run',
+           'rank_cost', 'strategies', 'run_seconds', 'PlannedRun', 'held_out_pairs', 'planned_run', 'run_of_plan',
            'pairs_of', 'tasks_beside_steps', 'plan', 'card_table']
 
 # %% ../../nbs/planning/03b_cards.ipynb #cc7f4e06
@@ -20,7 +20,7 @@ from fastcore.basics import patch
 
 from ..config import Config, make_config, sides_of
 from ..core.choice import Choice, Plan, RunLength
-from ..core.display import note, table_html, text_table
+from ..core.display import duration, note, table_html, text_table
 from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, known_gpu_name
 from ..data.samples import ONE_IMAGE, config_samples
 from ..devices.strategies.ways import used_by
@@ -74,10 +74,6 @@ def step_seconds(
     moved = (elementwise_bytes(q) + unpacked) / bytes_rate(known)
     return products * math.prod(way.slowdown for way in used_by(q)) + moved
 
-# %% ../../nbs/planning/03b_cards.ipynb #4f17fc03
-def duration(seconds:float) -> str:
-    return f"{max(1, seconds / 60):.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
 # %% ../../nbs/planning/03b_cards.ipynb #716047f5
 def speedup(processes:int) -> float: # assumed: 8 % of a step is the gradients' exchange and waiting
     return 1 if processes == 1 else 0.92 * processes
@@ -87,7 +83,6 @@ def rank_cost(q:MemoryQuery) -> float: # 10^12 operations a sample, weighted
     slower = math.prod((way.slowdown for way in used_by(q)), start=weights)
     return step_work(q) * slower / speedup(q.processes)
 
-# %% ../../nbs/planning/03b_cards.ipynb #71604701
 def strategies(
     q:MemoryQuery,
     gpu:Gpu,
@@ -149,7 +144,14 @@ def _with_article(name:str) -> str: # RTX 4090 -> an RTX 4090
     "A GPU's name as a sentence has it."
     return f"an {name}" if name[0] in "AHLR" else f"a {name}"
 
-class RunSummary(NamedTuple):
+def _counted(
+    n:int,
+    what:str, # the word for one
+) -> str:
+    "1 step, 2 steps."
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+class PlannedRun(NamedTuple):
     "How long a run is, and what it holds out; as text it is one line."
     steps: int
     samples: int # of all GPUs together
@@ -164,9 +166,11 @@ class RunSummary(NamedTuple):
     def __str__(self) -> str:
         """500 steps (500 samples, batch 1, 1 GPU), about 15 min on an RTX 4090;
         5 of 30 pairs held out"""
-        where = {0: "no GPU", 1: "1 GPU"}.get(self.gpus, f"{self.gpus} GPUs")
+        where = _counted(self.gpus, "GPU") if self.gpus else "no GPU"
         several = f", {self.accumulated} batches a step" if self.accumulated > 1 else ""
-        text = f"{self.steps} steps ({self.samples} samples, batch {self.batch}{several}, {where})"
+        samples = _counted(self.samples, "sample")
+        text = (f"{_counted(self.steps, 'step')} ({samples}, batch {self.batch}{several}, "
+                f"{where})")
         if self.seconds:
             name = f"{self.gpus} x {self.gpu}" if self.gpus > 1 else _with_article(self.gpu)
             text += f", about {duration(self.seconds)} on {name}"
@@ -183,7 +187,7 @@ def held_out_pairs(
         return 1
     return max(1, round(share * pairs)) if 0 < share < 1 else share
 
-def run_summary(
+def planned_run(
     q:MemoryQuery, # of a training step
     config:Config,
     length:RunLength,
@@ -191,7 +195,7 @@ def run_summary(
     held_out:int=0, # of them
     gpu:str="", # name; "": there is none
     batches:int=None, # of an epoch, of all processes; default from the pairs
-) -> RunSummary:
+) -> PlannedRun:
     "How long a run is on these GPUs."
     data, train = config.data, config.train
     batches = batches or math.ceil((pairs - held_out) / data.batch_size)
@@ -201,17 +205,17 @@ def run_summary(
     samples = length.samples or steps * per_step
     count = max(q.devices, q.processes) if gpu else 0
     seconds = run_seconds(q, gpu, samples) if gpu else None
-    return RunSummary(steps, samples, data.batch_size, train.gradient_accumulation_steps, count,
+    return PlannedRun(steps, samples, data.batch_size, train.gradient_accumulation_steps, count,
                       known_gpu_name(gpu) or "", seconds, held_out, pairs)
 
-def summary_of_run(
+def run_of_plan(
     plan:Plan,
     facts:PlanFacts, # from which it was made
     length:RunLength,
     batches:int, # of an epoch, of all processes
     pairs:int, # with those that are held out
     held_out:int=0, # of them
-) -> RunSummary:
+) -> PlannedRun:
     "How long a run is that was planned from these facts."
     model = facts.model or named_model(facts.config)
     gpu = facts.machine.gpu(plan.device.value)
@@ -221,7 +225,7 @@ def summary_of_run(
     except NotImplementedError: # a variant without figures for a plan: no time is known
         q = SimpleNamespace(devices=1, processes=n)
         gpu = None
-    return run_summary(q, facts.config, length, pairs, held_out, gpu.name if gpu else "", batches)
+    return planned_run(q, facts.config, length, pairs, held_out, gpu.name if gpu else "", batches)
 
 def pairs_of(config:Config) -> int:
     "The pairs of a configuration's data set, or `ASSUMED_PAIRS` if there is none."
@@ -276,12 +280,12 @@ class GpuPlan:
         return download_words(self.config, self.asked.query)
 
     @property
-    def summary(self) -> RunSummary:
+    def summary(self) -> PlannedRun:
         "The run by the chosen strategy, as the first line of `fit` says it."
         held = held_out_pairs(self.run.held_out.value, self.pairs)
         name = self.gpu.name if self.gpu else ""
         length = self.run.length.value
-        return run_summary(self.shown.query, self.config, length, self.pairs, held, name)
+        return planned_run(self.shown.query, self.config, length, self.pairs, held, name)
 
     def data(self) -> dict: # plain
         g = self.gpu
@@ -308,7 +312,6 @@ def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
                (rows, ("", "strategy", "GB", "host GB", f"{self.samples} samples" if known else "TFLOP a step"))}
     return {title: table for title, table in out.items() if table[0]}
 
-# %% ../../nbs/planning/03b_cards.ipynb #44828701
 @patch
 def _head(self:GpuPlan) -> str:
     m, g = self.shown, self.gpu

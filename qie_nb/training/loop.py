@@ -19,7 +19,7 @@ from ..devices.processes import broadcast_stop, shard_loader
 from ..devices.strategies.fsdp import full_tensor
 from ..lora.adapters import check_lora
 from ..models.quantizations.known import check_torchao
-from ..planning.cards import summary_of_run
+from ..planning.cards import run_of_plan
 from .callbacks import call
 from .checkpoint import complete_checkpoints
 from .run_processes import check_run, train_in_processes
@@ -140,7 +140,7 @@ def announce(trainer:"QwenImageEditTrainer", batches:int): # of an epoch, of all
     held = data.held_out_ids
     pairs = len(data.samples or ()) + len(held)
     length = trainer.planner.length(batches * trainer.config.data.batch_size)
-    print(summary_of_run(trainer.plan, trainer.planner.facts, length, batches, pairs, len(held)))
+    print(run_of_plan(trainer.plan, trainer.planner.facts, length, batches, pairs, len(held)))
     if held and not trainer.plan.held_out.asked:
         more = ", ..." if len(held) > 3 else ""
         print(f"held out of training, for evaluation: {', '.join(map(repr, held[:3]))}{more} "

@@ -29,13 +29,17 @@ document.querySelectorAll('.NAME').forEach(function (box) {
   box.dataset.drag = 'yes';
   const titles = [...box.querySelectorAll('figcaption')].map(c => c.textContent);
   const make = (look, text) => {
-    const e = document.createElement('div'); e.style.cssText = look; e.textContent = text || ''; return e;
+    const e = document.createElement('div');
+    e.style.cssText = look;
+    e.textContent = text || '';
+    return e;
   };
   const view = make('position:relative;width:WIDTHpx;max-width:100%;cursor:ew-resize;' +
                     'touch-action:pan-y;user-select:none');
   const line = make('position:absolute;top:0;bottom:0;width:2px;margin-left:-1px;background:#fff;' +
                     'box-shadow:0 0 3px #000;pointer-events:none');
-  const row = make('display:flex;justify-content:space-between;width:WIDTHpx;max-width:100%;font-size:13px');
+  const row = make(
+    'display:flex;justify-content:space-between;width:WIDTHpx;max-width:100%;font-size:13px');
   row.append(make('', titles[0]), make('', titles[1]));
   const whole = 'display:block;width:100%;height:auto;margin:0;max-width:100%';
   after.style.cssText = whole;

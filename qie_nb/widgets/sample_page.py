@@ -228,8 +228,11 @@ def _figures(dataset, i, f, tensors, height) -> str:
     s, aspect, out = dataset.samples[i], dataset.geometry.aspect, []
     sizes = zip((*f["control_sizes"], f["target_size"]), (*f["control_bucket"], f["bucket"]))
     for n, (source, (size, bucket)) in enumerate(zip((*s.controls, s.target), sizes)):
-        name, what = f"control_latent.{n}", f"control {n + 1}" if len(s.controls) > 1 else "control"
-        if n == len(s.controls): name, what = "pixel_latent", "target"
+        name, what = f"control_latent.{n}", "before"
+        if n == len(s.controls):
+            name, what = "pixel_latent", "after"
+        elif len(s.controls) > 1:
+            what = f"before {n + 1}"
         im = _opened(source, aspect)
         title = f"{what}: {_size(size)}"
         if n == len(s.controls) or f["areas_known"]:
@@ -260,7 +263,7 @@ def _badges(f) -> str:
 
 def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
     word = lambda k: str(t[k]).strip("[]").replace(", ", " + ")
-    known = [f"{word(k)} {name}" for k, name in (("target", "target"), ("controls", "control"),
+    known = [f"{word(k)} {name}" for k, name in (("target", "after"), ("controls", "before"),
              ("vision", "vision"), ("text", "text")) if t.get(k) not in (None, [])]
     if not known: return ""
     if t.get("sequence") is None: return f"tokens: {' + '.join(known)}; those of the text are not counted yet"
@@ -268,7 +271,7 @@ def _sum(t) -> str: # the transformer's sequence; unknown lengths are left out
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #ab1e0004
 def _details(f) -> str: # folded: what the model gets
-    rows = [_sum(f["tokens"] or {}), f"image sizes in training: target {_size(f['bucket'])}, controls "
+    rows = [_sum(f["tokens"] or {}), f"image sizes in training: after {_size(f['bucket'])}, before "
             + (", ".join(map(_size, f["control_bucket"])) or "none") + ", unless the model has another area" * (not f["areas_known"])]
     if f["missing"] not in ([], ["everything"]): rows.append(f"not encoded yet: {', '.join(f['missing'])}")
     if f["dropped"]: rows.append(f"epoch {f['epoch']} trains this pair without its caption (caption dropout)")
@@ -305,7 +308,7 @@ def sample_html(
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #ab1e000e
 class PairGrid(Display):
-    "The first `n` pairs: controls left, target right, with warnings."
+    "The first `n` pairs: before left, after right, with warnings."
     def __init__(self, dataset, n:int=4, model=None): # `ImageDataset`, loader, settings or folder
         self.dataset, self.model = dataset_of(dataset), model
         self.n = min(n, len(self.dataset))

@@ -45,6 +45,7 @@ class SampleViewer(Display):
         first:int=4, # samples in the static form
     ):
         self.dataset, self.components = dataset_of(dataset), components_of(model)
+        self.model = model # a trainer can also write instructions
         self.decode, self.first = decode, first
         free = self.components is not None and "diffusers" in sys.modules
         self.whole = free if whole is None else whole
@@ -182,6 +183,21 @@ def save_caption(self:SampleViewer, text:str):
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #7a74d202
 @patch
+def propose(self:SampleViewer):
+    "Let the text encoder write an instruction for the displayed pair into the text area; nothing is saved."
+    from qie_nb.extras.instructions import propose_instruction
+    s = self.dataset.samples[self.index]
+    area = self.controls.caption
+    if area.value.strip() != self.drawn[1]:
+        raise ValueError("the caption is edited and not saved; save it first")
+    self._tell("the text encoder is loaded and asked")
+    text = propose_instruction(self.model, (*s.controls, s.target))
+    self.message = "the model has no answer for this pair"
+    if text:
+        area.value = text
+        self.message = "proposed, not saved: correct it, then save it"
+
+@patch
 def undo_caption(self:SampleViewer):
     "Take back the last saved caption."
     if not self.undone: self.message = "there is nothing to undo"; return
@@ -211,6 +227,8 @@ def _draw_caption(self:SampleViewer, c):
     unsaved = " (not saved)" * (c.caption.value.strip() != self.drawn[1])
     c.caption.layout.display = "" if path else "none"
     c.save.layout.display = c.undo.layout.display = c.caption.layout.display
+    can_propose = path and hasattr(self.model, "encoder")
+    c.propose.layout.display = "" if can_propose else "none"
     c.undo.disabled = not self.undone
     c.where.value = message_html(f"caption file: {path}{unsaved}" if path else why)
 
@@ -323,13 +341,15 @@ def build(self:SampleViewer):
         decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, **fit),
         caption=w.Textarea(layout=w.Layout(width="60em", max_width="calc(100% - 4px)", height="5em")),
         save=w.Button(description="save caption", **width()), undo=w.Button(description="undo", **width()),
+        propose=w.Button(description="propose an instruction", **width()),
         where=w.HTML(), message=w.HTML(), page=w.HTML())
     self._wire(c)
     self._draw()
     rows = [c.back, c.slider, c.on, c.goto], [c.filter, c.glance, c.scan, c.whole, c.decode]
     wrap = w.Layout(flex_flow="row wrap") # no button is cut off on a narrow page
     above = [w.HBox(row, layout=wrap) for row in rows]
-    below = [w.HBox(row, layout=wrap) for row in ([c.save, c.undo, c.where], [c.exclude, c.swap])]
+    below = [w.HBox(row, layout=wrap)
+             for row in ([c.save, c.undo, c.propose, c.where], [c.exclude, c.swap])]
     return w.VBox([*above, c.message, c.page, c.caption, *below])
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0027
@@ -361,6 +381,7 @@ def _wire(self:SampleViewer, c):
     c.scan.on_click(lambda _: self._do(self._scan_again))
     c.save.on_click(lambda _: self._do(lambda: self.save_caption(c.caption.value)))
     c.undo.on_click(lambda _: self._do(self.undo_caption))
+    c.propose.on_click(lambda _: self._do(self.propose))
     c.exclude.on_click(lambda _: self._do(self.exclude))
     c.swap.on_click(lambda _: self._do(self.swap_all))
     on(c.glance, set_glance)

@@ -10,11 +10,12 @@ import session_table
 from helpers import write_pairs
 from qie_nb.config import load_config_from_yaml, make_config
 from qie_nb.core.choice import RunLength
+from qie_nb.core.display import duration
 from qie_nb.core.presets import first_run, held_out_images, with_preset
 from qie_nb.data.dataset import loader
 from qie_nb.data.samples import config_samples, split_held_out
 from qie_nb.planning import plan as run_plan
-from qie_nb.planning.cards import duration, plan, summary_of_run
+from qie_nb.planning.cards import plan, run_of_plan
 from qie_nb.planning.first_config import init
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.callbacks import RunState
@@ -40,7 +41,7 @@ def summary(config, machine, monkeypatch):
     training, held = split_held_out(samples, planner.plan.held_out.value, config.train.seed)
     batches = math.ceil(len(training) / config.data.batch_size)
     length = planner.length(batches * config.data.batch_size)
-    return summary_of_run(planner.plan, planner.facts, length, batches, len(samples), len(held))
+    return run_of_plan(planner.plan, planner.facts, length, batches, len(samples), len(held))
 
 
 def readme_config(preset, pairs) -> dict:
@@ -81,7 +82,7 @@ def test_thirty_pairs_are_the_same_run_everywhere(preset, tmp_path, monkeypatch)
     short = dict(preset=preset, data=dict(dataset_path=str(pairs)))
     kaggle = notebook_config("kaggle/train/train.ipynb", preset, pairs)
     colab = notebook_config("kaggle/colab.ipynb", preset, pairs)
-    said = { # a `RunSummary` each
+    said = { # a `PlannedRun` each
         "README": summary(readme_config(preset, pairs), machine, monkeypatch),
         "init": summary(asked, machine, monkeypatch),
         "a configuration without steps": summary(short, machine, monkeypatch),

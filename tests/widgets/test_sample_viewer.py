@@ -369,9 +369,9 @@ def table_set(root):
 
 def test_stretched_images_and_unknown_lengths_are_said_in_words(pairs):
     ds = dataset(pairs(sizes=[(45, 64), (64, 64)]))
-    assert "target: 45x64 → 64x64, stretched by 42 %" in sample_html(ds, 0) and "stretched</span>" in sample_html(ds, 0)
+    assert "after: 45x64 → 64x64, stretched by 42 %" in sample_html(ds, 0) and "stretched</span>" in sample_html(ds, 0)
     page = sample_html(ds, 1) # no model is known, so the size of its controls is neither
-    assert "control: 64x64<" in page and "target: 64x64 → 64x64<" in page
+    assert "before: 64x64<" in page and "after: 64x64 → 64x64<" in page
     assert "?" not in re.sub("base64,[^\"]*", "", page).replace("qie", "") and "not encoded yet" in page and "#b3261e" not in page
     assert page.index("<details>") < page.index("tokens: ")
 
@@ -384,10 +384,10 @@ def test_unreadable_image_shows_a_message(pairs):
     (root/"control_images"/"0001.png").write_bytes(b"broken")
     (root/"control_images_2"/"0001.png").unlink()
     c.on.click()
-    assert "control 1: image" in c.page.value and "control 2: image" in c.page.value and c.page.value.count("<figure") == 1
+    assert "before 1: image" in c.page.value and "before 2: image" in c.page.value and c.page.value.count("<figure") == 1
     assert len(view.data()["problems"]) == 1 and "cannot be read" in pair_grid(view.dataset, 2).html()
     c.on.click()
-    assert c.page.value.count("<figure") == 3 and "control 2:" in c.page.value and view.data()["problems"] == []
+    assert c.page.value.count("<figure") == 3 and "before 2:" in c.page.value and view.data()["problems"] == []
 
 
 def test_exif_rotated_image_is_upright(pairs):
@@ -395,7 +395,7 @@ def test_exif_rotated_image_is_upright(pairs):
     exif[274] = 6 # shown turned clockwise
     Image.new("RGB", (32, 48)).save(root/"training_images"/"0000.png", exif=exif)
     page = sample_html(dataset(root), 0)
-    assert "target: 48x32" in page and [Image.open(io.BytesIO(base64.b64decode(d))).size for d in re.findall('base64,([^"]+)', page)] == [(48, 32)] * 2
+    assert "after: 48x32" in page and [Image.open(io.BytesIO(base64.b64decode(d))).size for d in re.findall('base64,([^"]+)', page)] == [(48, 32)] * 2
 
 
 def test_mask_is_drawn(pairs):

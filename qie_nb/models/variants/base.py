@@ -63,6 +63,9 @@ class Variant:
     zero_cond_t = False   # are control tokens modulated at timestep 0?
     image_prefix = ""     # inserted before the prompt for each control image
     image_words = 0       # tokens of this prefix, without those of the image
+    published_name = ""   # of the model on the hub, without its owner
+    implementation = ""   # address of the model's own code
+    base_version = ""     # what other trainers call it in a LoRA's header; "": nothing
     published = {}        # config.json of the published transformer, as far as a plan needs it
     comfyui = None        # `ComfyModel`; None: there are no nodes for it
     image_positions = "3d" # `model.image_positions`
@@ -114,7 +117,11 @@ class Variant:
 
     def note(self) -> dict: # plain JSON
         "What the file of a LoRA says about the variant."
-        return dict(variant=self.name)
+        if not self.base_version:
+            return dict(variant=self.name)
+        return dict(variant=self.name, model=dict(
+            name=self.published_name, implementation=self.implementation,
+            base_version=self.base_version))
 
     # --- prompts
     positions = None # of image tokens in prompt embeddings, 3d or 1d; None: they have none

@@ -13,6 +13,8 @@ from .text_to_image import QwenImage
 class V1(QwenImage):
     "Qwen-Image-Edit."
     name = "v1"
+    published_name = "Qwen-Image-Edit"
+    base_version = "qwen_image_edit"
     pipeline = "QwenImageEditPipeline"
     comfyui = ComfyModel("v1", "qwen_image_edit_fp8_e4m3fn.safetensors", "TextEncodeQwenImageEdit", 1024 * 1024,
                          several=False)

@@ -13,6 +13,8 @@ from .text_to_image import QwenImage
 class V2509(QwenImage):
     "Qwen-Image-Edit-2509."
     name = "2509"
+    published_name = "Qwen-Image-Edit-2509"
+    base_version = "qwen_image_edit_plus"
     pipeline = "QwenImageEditPlusPipeline"
     hub_mark = "2509"
     multi_image = True

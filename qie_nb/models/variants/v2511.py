@@ -14,6 +14,7 @@ from .v2509 import V2509
 class V2511(V2509):
     "Qwen-Image-Edit-2511."
     name = "2511"
+    published_name = "Qwen-Image-Edit-2511"
     hub_mark = "2511"
     zero_cond_t = True
     comfyui = replace(V2509.comfyui, name="2511", unet="qwen_image_edit_2511_bf16.safetensors",
