@@ -143,7 +143,7 @@ class Plan:
     modulation: Choice = None # a table instead of the layers: `ALWAYS`, `IN_TRAINING` or `NEVER`
     compile: Choice = None # the blocks?
     checkpointing: Choice = None # do the blocks recompute: yes, no, or selective
-    processes: Choice = None # number of them to start
+    processes: Choice = None # number of them
     vae_device: Choice = None # while encoding
     text_encoder_device: Choice = None # the same
     text_encoder_quantize: Choice = None # a name, or None

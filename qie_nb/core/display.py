@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['kernel', 'is_interactive', 'short_time', 'duration', 'digits_text', 'decimals_of', 'two_numbers', 'image_bytes',
-           'image_html', 'image_rows', 'table_html', 'text_table', 'badge', 'note', 'link_to', 'figure',
-           'counted_reasons', 'status_text']
+           'image_html', 'image_rows', 'message_html', 'table_html', 'text_table', 'badge', 'note', 'link_to', 'figure',
+           'in_first_process', 'print_first', 'running_cell', 'PrintedResult', 'counted_reasons', 'status_text']
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, math, os, re, sys, threading, time
@@ -128,7 +128,7 @@ class Progress:
         if Progress.hush is not None or now < self.due and self.n != self.total: return
         _, left = self.pace()
         if self.every and left is not None and 0 < left < 3: return # the last line follows soon
-        self.due = now + min(300., max(self.every, (now - Progress.began) / 20)) if self.every else now
+        self.due = now + min(300., max(self.every, (now - Progress.began) / 5)) if self.every else now
         print(self.text(note), file=self.stream or sys.stdout, flush=True)
 
     def close(self):
@@ -168,10 +168,11 @@ def image_html(
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
     h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
-    width = max(160, round(height * w / h)) # long titles wrap
+    across = round(height * w / h)
+    width = max(160, across) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
             f'max-width:min({width}px, {share})"><img alt="" '
-            f'style="height:{height}px;max-width:100%;object-fit:contain" '
+            f'style="width:{across}px;height:auto;max-width:100%" '
             f'src="data:image/jpeg;base64,{data}">'
             f'<figcaption style="font-size:12px;line-height:1.3">{escape(title)}</figcaption></figure>')
 
@@ -201,10 +202,21 @@ def image_rows(
         out += "<div></div>" * (n - len(cells))
     return f"{out}</div>"
 
+# %% ../../nbs/core/02_display.ipynb #75085059
+_CODE = '<code style="color:inherit;background:none;padding:0">{}</code>'
+
+def message_html(text:object) -> str:
+    "A message as HTML: escaped, and what is between two backticks as code."
+    parts = re.split("`([^`\\n]+)`", str(text))
+    shown = [escape(part) for part in parts]
+    shown[1::2] = [_CODE.format(part) for part in shown[1::2]]
+    return "".join(shown)
+
 # %% ../../nbs/core/02_display.ipynb #7a1e0011
 def table_html(rows, head=()) -> str: # rows of cells, column titles
     "An HTML table; its texts are escaped."
-    cell = lambda c, tag: f'<{tag} style="text-align:left;padding:2px 14px 2px 0">{escape(str(c))}</{tag}>'
+    style = "text-align:left;padding:2px 14px 2px 0"
+    cell = lambda c, tag: f'<{tag} style="{style}">{message_html(c)}</{tag}>'
     line = lambda cells, tag: "<tr>" + "".join(cell(c, tag) for c in cells) + "</tr>"
     body = "".join(line(r, "td") for r in rows)
     return f'<table style="line-height:1.4">{line(head, "th") if head else ""}{body}</table>'
@@ -220,12 +232,12 @@ def badge(text:str, bad:bool=False) -> str: # does the user need to act?
     "A short text in a frame, escaped."
     look = "background:#b3261e;color:#fff;border-color:#b3261e" if bad else "opacity:.85"
     return ('<span style="display:inline-block;border:1px solid;border-radius:4px;padding:0 6px;'
-            f'margin:1px 4px 1px 0;font-size:12px;line-height:1.5;{look}">{escape(text)}</span>')
+            f'margin:1px 4px 1px 0;font-size:12px;line-height:1.5;{look}">{message_html(text)}</span>')
 
 def note(text:str, good:bool=False) -> str: # green instead of orange?
     "A highlighted sentence, escaped."
     style = f"border-left:4px solid {'#2e7d32' if good else '#c77700'};padding-left:8px;margin:6px 0"
-    return f'<div style="{style};overflow-wrap:anywhere">{escape(text)}</div>'
+    return f'<div style="{style};overflow-wrap:anywhere">{message_html(text)}</div>'
 
 # %% ../../nbs/core/02_display.ipynb #3b3486d6
 def link_to(path:Path) -> str: # HTML
@@ -338,6 +350,38 @@ def refresh(self:Display):
     from IPython.display import update_display
     update_display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
 
+# %% ../../nbs/core/02_display.ipynb #39aff947
+def in_first_process() -> bool:
+    "Is this the first of several processes that were launched together, or the only one?"
+    return os.environ.get("RANK", "0") == "0"
+
+def print_first(text:str):
+    "Print in the first of several launched processes only."
+    if in_first_process():
+        print(text)
+
+def running_cell() -> int: # None outside of a notebook
+    "The number of the notebook cell that runs now."
+    shell = getattr(kernel(), "shell", None)
+    return getattr(shell, "execution_count", None)
+
+class PrintedResult:
+    "A result that is printed when it is made; the same cell does not show it as its value."
+    printed_in = None # the number of a cell
+
+    def announce(self, line:str): # what is printed
+        "Print a line about this result."
+        print(line)
+        cell = running_cell()
+        if cell is not None:
+            self.printed_in = cell
+
+    def _ipython_display_(self):
+        "Show the result as text, unless this cell has printed it."
+        from IPython.display import display
+        if self.printed_in is None or self.printed_in != running_cell():
+            display({"text/plain": repr(self)}, raw=True)
+
 # %% ../../nbs/core/02_display.ipynb #c11c0001
 def message_stream(k): # pyzmq stream of the kernel's requests for the main thread
     thread = getattr(k, "shell_channel_thread", None)
@@ -433,7 +477,7 @@ def status_html(s:dict) -> str: # from `status()` of a cache or a data set
     why = note(s["why"]) if s.get("why") else ""
     pairs = [*s.get("skipped", ()), *s.get("unreadable", ()), *s["bad"], *s.get("aside", ())]
     rows = [f"{a}: {b}" for a, b in pairs[:5]] + [f"and {len(pairs) - 5} more"] * (len(pairs) > 5)
-    errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(escape, rows))}</li></ul>" if rows else ""
+    errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(message_html, rows))}</li></ul>" if rows else ""
     encoders = f"<div style='margin:4px 0'>encoders: {escape(models or 'none yet')}</div>"
     return f"<div>{_badges(s)}{encoders}{why}{folders}{_kinds_table(s)}{errors}</div>"
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..cache import ALL_KINDS, EDIT_MASK, PREFIX, CacheEntry, CacheEntryError, EmbeddingCacheManager
 from ..cache import stable_seed, verify_entry
 from ..config import Config, DataSection, make_config
-from ..core.display import counted_reasons, status_html, Progress
+from ..core.display import Progress, counted_reasons, print_first, status_html
 from ..core.files import collector_paused
 from .batches import BucketBatchSampler, collate, controls_of
 from .images import Geometry, remembered
@@ -105,7 +105,7 @@ class ImageDataset(Dataset):
         self.areas = {} # the model's image areas
         self._masks = {} # {(sample id, size of the target): weights}
         self.refresh()
-        if isinstance(self.found, Samples) and self.skipped: print(self.skipped_text())
+        if isinstance(self.found, Samples) and self.skipped: print_first(self.skipped_text())
         if samples is None: self.found.print_notes()
 
     def __len__(self) -> int:
@@ -166,7 +166,7 @@ class ImageDataset(Dataset):
             if who.get(what, value) != value and not self.cache_identity:
                 raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
                                  f"has {value}; precompute for it, or set `cache.encoder_id` if you want this")
-        if who: print(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
+        if who: print_first(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
     def bucket(self, i:int) -> tuple: # ((w, h) of the target, (w, h) of each control)
         "Sizes that all samples of a batch must share."
@@ -292,7 +292,8 @@ class ImageDataset(Dataset):
                 bad[i] = str(e)
             if bar: bar.update()
         if marks:
-            print("look at these pairs with sample_viewer:", "; ".join(counted_marks(marks, len(todo))))
+            odd = "; ".join(counted_marks(marks, len(todo)))
+            print_first(f"look at these pairs with sample_viewer: {odd}")
         self.drop(bad)
 
     def _decode(self, i, with_images) -> list: # (mark, reason)
@@ -317,7 +318,7 @@ class ImageDataset(Dataset):
         self.samples = [self.samples[i] for i in kept]
         self.sizes = [self.sizes[i] for i in kept]
         self.refresh(self.identity)
-        print(self.skipped_text())
+        print_first(self.skipped_text())
 
     def skipped_text(self) -> str:
         "How many samples are skipped, and why the first ones are."

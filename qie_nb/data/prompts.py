@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.display import table_html
+from ..core.display import message_html, print_first, table_html
 from ..core.files import few, nfc, visible
 from .images import IMAGE_SUFFIXES
 from .no_pairs import WHAT_TO_DO
@@ -62,7 +62,7 @@ class Samples(list):
             notes.append(f"only {_counted(len(self), 'pair')}: most edits need 20 or more")
         for note in dict.fromkeys(notes):
             if note not in _printed:
-                print(note)
+                print_first(note)
         _printed.update(notes)
 
     def _counts(self) -> str:
@@ -88,7 +88,7 @@ class Samples(list):
 
     def _repr_html_(self):
         rows = [(s.id, len(s.controls), s.prompt) for s in self[:3]]
-        notes = "".join(f"<p>{escape(n)}</p>" for n in self.notes)
+        notes = "".join(f"<p>{message_html(n)}</p>" for n in self.notes)
         table = table_html(rows, ("sample", "controls", "prompt"))
         html = f"<p>{escape(repr(self))}</p>{notes}{table}"
         if self.ignored:

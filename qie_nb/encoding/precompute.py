@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cache, partial
 
 from PIL import Image
@@ -20,7 +20,8 @@ from PIL import Image
 from ..cache import file_lock
 from ..core.cache_entries import entry_bytes
 from ..core.cache_layers import verify_entry
-from ..core.display import counted_reasons, size_text, Progress, short_time
+from ..core.display import (
+    PrintedResult, Progress, counted_reasons, short_time, size_text)
 from ..core.environment import detect_environment
 from ..core.files import DiskFull, block_size, megabytes
 from ..data.dataset import ImageDataset
@@ -31,7 +32,7 @@ from .jobs import (SampleInputs, count_samples, incomplete, jobs_of, lacking, pl
 
 # %% ../../nbs/encoding/03_precompute.ipynb #eb185211
 @dataclass
-class Report:
+class Report(PrintedResult):
     "What a precompute run did."
     samples: int = 0        # in the range
     encoded: int = 0        # samples
@@ -55,7 +56,7 @@ class Report:
         return "\n".join(rows + [f"  bad entry: {p} {why}" for p, why in self.bad])
 
     def __add__(self, other):
-        return Report(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
+        return Report(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
 # %% ../../nbs/encoding/03_precompute.ipynb #d916967f
 class EntrySizes:
@@ -118,7 +119,7 @@ def check_space(
     block = block_size(folder)
     sizes = [*entries, *table]
     on_disk = sum(-(-n // block) * block for n in sizes)
-    part = f" ({size_text(sum(table))} for the timestep table)" if table else ""
+    part = f" ({size_text(sum(table))} for the modulation table)" if table else ""
     print(f"cache {str(folder)!r}: {size_text(sum(sizes))} will be written{part}, {size_text(free)} are free")
     if on_disk > free:
         raise DiskFull(errno.ENOSPC,

@@ -31,7 +31,7 @@ from ..lora.adapters import (
 from ..lora.formats import check_lora, lora_layers
 from ..models.encoders import NoImage
 from ..models.modulation import uses_modulation
-from ..predict import grid
+from ..predict import image_sheet
 from ..sampling.edits import (
     at_size, edit_cached, encode_edits, encoded_sample, factor_of, is_available, make_edits,
     printable_text, shown_control, spread)
@@ -353,26 +353,30 @@ def eval_cases(
     return trainer.data.eval_cases[1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
-def save_image(path, image): # .jpg; uint8 [H, W, 3], or a matplotlib figure
+def save_image(path, image): # .jpg; uint8 [H, W, 3], or a PIL image
     "Write an image atomically."
+    if not isinstance(image, Image.Image):
+        image = Image.fromarray(image)
     out = io.BytesIO()
-    if hasattr(image, "savefig"): image.savefig(out, format="jpg", dpi=110)
-    else: Image.fromarray(image).save(out, format="JPEG", quality=95)
+    image.save(out, format="JPEG", quality=95)
     write_atomic(path, out.getvalue())
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351c01
-def overview(made): # list of (`EvalImage` with `shown`, uint8 [H, W, 3] edited)
-    "Control, edit and, if known, target, each with its caption, as a matplotlib figure."
+def sheet_caption(
+    caption:str, # from the data set
+    columns:int,
+) -> str:
+    "The caption as a few lines that fit below a row of the sheet."
+    return textwrap.fill(textwrap.shorten(printable_text(caption), 150), 38 * columns)
+
+def overview(
+    made:list, # of (`EvalImage` with `shown`, uint8 [H, W, 3] edited)
+) -> Image.Image:
+    "Before, edit and, if known, after, each with its caption."
     rows = [(s.shown[0], edited, *s.shown[1:]) for s, edited in made]
     n = max(map(len, rows))
-    fig = grid(rows, ["before", "edit", "after"][:n], 2.6)
-    fig.set_figheight(fig.get_figheight() + 0.5 * len(made))
-    fig.get_layout_engine().set(h_pad=0.3) # inches, for two lines of text
-    for k, (s, _) in enumerate(made):
-        axes, text = fig.axes[n * k + 1], textwrap.fill(textwrap.shorten(printable_text(s.caption), 150), 80)
-        axes.text(0.5, -0.04, text, transform=axes.transAxes, ha="center", va="top", fontsize=7,
-                  parse_math=False, in_layout=False) # captions may contain dollar signs
-    return fig
+    captions = [sheet_caption(s.caption, n) for s, _ in made]
+    return image_sheet(list(zip(rows, captions)), ["before", "edit", "after"][:n])
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #5779a363
 def image_error(a, b) -> float: # uint8 [H, W, 3]

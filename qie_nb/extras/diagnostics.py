@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 
 from ..config import Config, OptimizerSection
-from ..core.display import image_html, Progress
+from ..core.display import Progress, image_html, message_html
 from ..core.cache_layers import may_hold_cache
 from ..data.dataset import ImageDataset, loader
 from ..data.images import open_image
@@ -119,7 +119,7 @@ def _sentence(r) -> str:
 def _page(r) -> str:
     shown = lambda images: "".join(image_html(im, title) for title, im in images.items())
     rows = "".join(f"<div><b>{escape(name)}</b></div><div>{shown(images)}</div>" for name, images in r.shown)
-    return f"<div><p>{escape(str(r))}</p>{rows}</div>"
+    return f"<div><p>{message_html(r)}</p>{rows}</div>"
 
 # %% ../../nbs/extras/01_diagnostics.ipynb #97d274d4
 OverfitReport.__str__ = _sentence

@@ -105,11 +105,21 @@ class HubClient:
 # %% ../../nbs/models/00_hub.ipynb #7d30c006
 HUB = HubClient()
 
+ATTACH = "attach the model as an input and give its folder"
+
 def copy_advice() -> str:
     "What to do without a download; only Kaggle attaches folders."
     if on_kaggle(os.environ):
-        return "attach the model as an input and give its folder"
+        return ATTACH
     return "give the folder of a copy"
+
+def offline_advice(
+    kaggle:bool, # is this a session there?
+) -> str:
+    "What to do if the hub cannot be reached."
+    if kaggle:
+        return f"switch Internet on in the notebook's settings, or {ATTACH}"
+    return "connect to the network, or give the folder of a copy"
 
 # %% ../../nbs/models/00_hub.ipynb #62438044
 CONFIG_FILES = (".json", ".txt", ".jinja", ".model")

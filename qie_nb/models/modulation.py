@@ -142,12 +142,12 @@ def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Ten
 
 # %% ../../nbs/models/05_modulation.ipynb #2cf99ff1
 @patch
-def make(self:ModulationTable, times, name:str="preparing the timestep table") -> int: # blocks that were computed
+def make(self:ModulationTable, times, name:str="preparing the modulation table") -> int: # blocks that were computed
     "Add a set of distinct, ascending times from the cache or the checkpoint."
     return self.make_sets([times], name)
 
 @patch
-def make_sets(self:ModulationTable, sets, name:str="preparing the timestep table") -> int: # as `make`
+def make_sets(self:ModulationTable, sets, name:str="preparing the modulation table") -> int: # as `make`
     "Add several sets of times; the weights are read once for all of them."
     sets = [t for t in map(tuple, sets) if not self.find(t)]
     if sets and self.folder is None:
@@ -178,7 +178,7 @@ def _compute(self:ModulationTable, sets, name):
 
 # %% ../../nbs/models/05_modulation.ipynb #985c7d1d
 @patch
-def ensure(self:ModulationTable, times, name:str="preparing the timestep table"):
+def ensure(self:ModulationTable, times, name:str="preparing the modulation table"):
     "Add times if possible; if not, `rows` uses the nearest."
     extra = extra_timesteps(times, self.dtype)
     if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)

@@ -219,7 +219,7 @@ def run_of_plan(
     "How long a run is that was planned from these facts."
     model = facts.model or named_model(facts.config)
     gpu = facts.machine.gpu(plan.device.value)
-    n = facts.machine.world or plan.processes.value
+    n = plan.processes.value
     try:
         q = replace(step_query(facts.config, model, plan), processes=n)
     except NotImplementedError: # a variant without figures for a plan: no time is known

@@ -266,10 +266,10 @@ def choose_processes(
     needed:float=None, # bytes of the run on each GPU; None: not known
     pinned:float=0, # bytes of host memory for each process
 ) -> Choice:
-    "How many processes `fit` starts; 1: none."
+    "How many processes train; `fit` starts them unless they were launched with it."
     setting, n = "train.num_processes", train.num_processes
     if machine.world is not None:
-        return Choice(1, "the processes are started already", setting)
+        return Choice(machine.world, "launched together, outside of `fit`", setting)
     if n != AUTO:
         problem = "" if n == 1 else _against_processes(train, machine, so_far)
         return Choice(n, f"`{setting}` says so", setting, True, problem)

@@ -21,6 +21,7 @@ from ..core.files import DiskFull, free_bytes
 from ..core.settings import MOST
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Variant, native_areas, resolve_model
+from ..models.hub import ATTACH
 from ..models.loading import source_checkpoint
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
 from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
@@ -341,21 +342,24 @@ class DiskPlan:
     def fits(self) -> bool: return all(need <= room for _, need, room, _ in self.limits())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c98558dc
-_REMEDIES = dict(downloads="attach the model as an input and give its folder",
+_REMEDIES = dict(downloads="give the folder of a copy on another disk",
                  checkpoints="set `train.keep_checkpoints` 1",
-                 cache="attach a filled cache (`cache.cache_dir: [attached, own]`)",
+                 cache="name a filled cache first (`cache.cache_dir: [filled, own]`)",
                  **{"remote shards": "set `cache.remote_copy_gb` lower, or QIE_NB_REMOTE_COPY to another disk"},
                  logs="set `logging.log_images` to false")
+_ON_KAGGLE = _REMEDIES | dict(downloads=ATTACH,
+                              cache="attach a filled cache (`cache.cache_dir: [attached, own]`)")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9855801
 def _remedy(
     items:list, # of `Item`
     excess:int, # bytes that do not fit
+    remedies:dict, # {group: what makes it smaller}
 ) -> str:
     "What makes room, the largest part first, and how much has to be freed otherwise."
     sizes = {} # {(remedy, group): bytes}
     for item in items:
-        remedy = _REMEDIES[item.group] if item.remedy is None else item.remedy
+        remedy = remedies[item.group] if item.remedy is None else item.remedy
         if remedy:
             sizes[remedy, item.group] = sizes.get((remedy, item.group), 0) + item.bytes
     ways, left = [], excess
@@ -375,7 +379,8 @@ def problems(self:DiskPlan) -> list: # sentences with remedies
         certain = sorted((i for i in some if not i.estimated), key=lambda i: -i.bytes)
         parts = ", ".join(f"{i.what} {_gb(i.bytes)}" for i in certain[:3])
         short = f"the run writes {_gb(need)} ({parts}), but {_gb(room)} are free"
-        out.append(f"{what}: {short}; {_remedy(certain, need - room)}")
+        remedies = _ON_KAGGLE if self.environment.name == "kaggle" else _REMEDIES
+        out.append(f"{what}: {short}; {_remedy(certain, need - room, remedies)}")
     return out
 
 @patch

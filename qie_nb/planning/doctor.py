@@ -21,6 +21,7 @@ from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
 from ..models.components import Components
+from ..models.hub import offline_advice
 from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
 from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
@@ -199,7 +200,8 @@ def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planne
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
     if c and cache_dirs(c) and not is_url(cache_dirs(c)[-1]): folders["cache"] = Path(cache_dirs(c)[-1])
-    bad = ("warning", "too little for the real model; remove files, or attach a filled cache")
+    filled = "attach a filled cache" if e.name == "kaggle" else "name a filled cache in `cache.cache_dir`"
+    bad = ("warning", f"too little for the real model; remove files, or {filled}")
     for name, folder in folders.items():
         room = e.free_space(folder, m.free)
         out.append(Finding(f"disk: {name}", f"{folder}: {room / 1e9:.1f} GB free",
@@ -216,12 +218,9 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
     files = [] if is_local(name) else download_items(c, _query(c), m.environment.env)
     missing = sum(i.bytes for i in files) > 1e9
     if m.online is False:
-        how = "connect to the network, or give the folder of a copy"
-        if m.environment.name in ("kaggle", "colab"):
-            how = ("switch Internet on in the notebook's settings, or attach the model as an input and give "
-                   "its folder")
+        how = offline_advice(m.environment.name == "kaggle")
         bad = "error", f"{name} cannot be downloaded: {how}"
-        out.append(Finding("internet", "no", *(bad if missing else ("note", "nothing to download"))))
+        out.append(Finding("internet", "no", *(bad if missing else ("note", "not needed: nothing is downloaded"))))
     elif m.online: out.append(Finding("internet", "yes"))
     if missing and not m.token:
         remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: key "
@@ -391,7 +390,8 @@ class DoctorReport:
         if not (errors := self.of("error")): return self
         for f in self.findings:
             if f.level != "ok": print(f"{f.level:<8}{f.what}: {f.value}; {f.remedy}")
-        raise ValueError("; ".join(f.sentence for f in errors))
+        head = f"{len(errors)} faults:\n- " if len(errors) > 1 else ""
+        raise ValueError(head + "\n- ".join(f.sentence for f in errors))
 
     def config(self) -> Config:
         "The configuration with the plan's settings."

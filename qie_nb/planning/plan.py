@@ -75,8 +75,8 @@ def step_memory(
     facts:PlanFacts,
 ) -> Memory:
     "The memory of a training step with a plan."
-    processes = facts.machine.world or plan.processes.value
-    return memory_once(replace(step_query(facts.config, facts.model, plan), processes=processes))
+    query = step_query(facts.config, facts.model, plan)
+    return memory_once(replace(query, processes=plan.processes.value))
 
 # %% ../../nbs/planning/03_plan.ipynb #5e2e5467
 def make_plan(
@@ -181,9 +181,10 @@ def processes_for(
     so_far:SoFar,
     plan:Plan, # all but the number of processes
 ) -> Choice:
-    "How many processes `fit` starts; the memory is computed only if several are possible."
+    "How many processes train; the memory is computed only if `fit` can choose several."
     found = choose_processes(config.train, machine, so_far)
-    if model is None or found.value == 1 or found.asked:
+    decided = found.asked or machine.world is not None
+    if model is None or found.value == 1 or decided:
         return found
     memory = memory_once(replace(step_query(config, model, plan), processes=found.value))
     return choose_processes(config.train, machine, so_far, memory.total, memory.host)
@@ -258,7 +259,7 @@ def fits_machine(
     if facts.machine.gpu(plan.device.value) is None:
         return True
     memory = step_memory(plan, facts)
-    n = plan.processes.value
+    n = 1 if facts.machine.world else plan.processes.value # a launcher's may be on other machines
     rooms = [room_of(gpu) for gpu in facts.machine.gpus]
     host = host_room(facts.machine, n)
     return fits_gpus(memory.total, rooms, memory.query.devices * n, memory.host * n, host)

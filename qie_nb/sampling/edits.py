@@ -241,7 +241,7 @@ def denoise_encoded(
     schedule = sampling_schedule(scheduler, steps, variant.token_count(h, w), device, overrides, variant)
     if table := table_of(transformer):
         times = model_timesteps(schedule.timesteps, table.dtype)
-        table.ensure(times, f"preparing the timestep table for {steps} steps")
+        table.ensure(times, f"preparing the modulation table for {steps} steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
     uncond = edit.uncond if true_cfg_scale > 1 else None
     return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config import Config, DataSection, make_config
-from ..core.display import size_text, kernel
+from ..core.display import kernel, size_text
 from ..data.images import Geometry
 from ..devices.edit_model import EditModel
 from ..lora import adapters as lora
@@ -441,7 +441,8 @@ class RunAdapters:
         if file is None: return None
         if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
         which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
-        print(f"{which} of step {self.state.global_step}: {file} ({size_text(file.stat().st_size)})")
+        size = size_text(file.stat().st_size)
+        print(f"{which} of step {self.state.global_step}: {file} ({size})")
         if facts:
             files = write_workflow(facts, file)
             print(f"workflow for ComfyUI: {files.ui} (for its HTTP interface: {files.api.name})")

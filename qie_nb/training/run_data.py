@@ -17,7 +17,7 @@ import torch
 
 from ..cache import EDIT_MASK, CacheEntryError, EmbeddingCacheManager, check_cache_exists
 from ..config import Config, DataSection, TrainSection, make_config
-from ..core.display import kernel
+from ..core.display import kernel, print_first
 from ..core.presets import LENGTHS
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
@@ -189,7 +189,7 @@ class RunData:
         said = f"data set: {dataset.found}" if isinstance(dataset.found, Samples) else ""
         marks = dataset.size_marks()
         if marks: said += f"\nlook at these pairs with sample_viewer: {marks}"
-        if said and said != self.said: print(said.strip())
+        if said and said != self.said : print_first(said.strip())
         self.said = said
 
     def _hold_out(self, dataset):
@@ -368,7 +368,7 @@ class RunData:
     ): # `report`
         "Note and print what a precompute has made."
         self.cache_exist = True
-        print(report)
+        report.announce(str(report))
         if kernel() is not None and whole: print(NEXT_SKIPPED if report.skipped else "next: trainer.fit()")
         return report
 

@@ -35,7 +35,9 @@ def processes_to_start(
     trainer.planner.learn(given=what, optional=not given, begun_here=here)
     choice = trainer.plan.processes
     trainer.state.warn_once(choice.warning)
-    return choice.checked()
+    number = choice.checked()
+    launched = trainer.planner.facts.machine.world is not None
+    return 1 if launched else number
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00009
 FIELDS = ("epoch position global_step num_epochs max_steps lr epoch_ended skipped spent began ended "

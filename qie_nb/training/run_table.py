@@ -147,7 +147,7 @@ class RunTable:
 
     def _training_sets(self, dtype):
         "The timesteps that training can draw: {times: label}."
-        label = "preparing the timestep table"
+        label = "preparing the modulation table"
         control = {(0.,): label} if self.transformer_config().get("zero_cond_t") else {}
         return control | {training_times(dtype): label}
 
@@ -161,7 +161,7 @@ class RunTable:
             for steps in self.config.model.modulation_table_steps:
                 schedule = sampling_schedule(scheduler, steps, tokens, variant=variant).timesteps
                 times = extra_timesteps(model_timesteps(schedule, dtype), dtype)
-                what = f"preparing the timestep table for {steps} sampling steps, {tokens} tokens"
+                what = f"preparing the modulation table for {steps} sampling steps, {tokens} tokens"
                 if times: out.setdefault(times, what)
         return out
 

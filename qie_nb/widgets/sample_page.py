@@ -201,8 +201,8 @@ def _figure(im, title, height) -> str:
     return zoomable(image_html(im, title, height, "45%"))
 
 # a click on an image opens and closes it, without scripts
-_ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {height:min(80vh, 900px) !important; "
-         "max-width:100%; object-fit:contain; cursor:zoom-out} "
+_ZOOM = ("<style>.image-zoom img {cursor:zoom-in} .image-zoom :checked + img {width:auto !important; "
+         "height:min(80vh, 900px) !important; max-width:100%; object-fit:contain; cursor:zoom-out} "
          "figure:has(.image-zoom :checked) {max-width:100% !important; display:block !important}</style>")
 
 # %% ../../nbs/widgets/00_sample_page.ipynb #ab1e0003

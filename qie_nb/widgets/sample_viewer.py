@@ -8,13 +8,12 @@ __all__ = ['SIZES', 'ODD', 'sample_viewer', 'SampleViewer', 'caption_file', 'fol
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e0003
 import sys
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 
 from fastcore.basics import patch
 
-from ..core.display import Display, StatusText, note, report_errors
+from ..core.display import Display, StatusText, message_html, note, report_errors
 from ..core.files import write_atomic
 from ..data.alignment_check import MISALIGNED, alignment_mark
 from ..data.dataset import ImageDataset
@@ -231,7 +230,7 @@ def _draw_caption(self:SampleViewer, c):
     can_propose = path and hasattr(self.model, "encoder")
     c.propose.layout.display = "" if can_propose else "none"
     c.undo.disabled = not self.undone
-    c.where.value = escape(f"caption file: {path}{unsaved}" if path else why)
+    c.where.value = message_html(f"caption file: {path}{unsaved}" if path else why)
 
 # %% ../../nbs/widgets/01_sample_viewer.ipynb #ab1e001b
 @patch
@@ -340,7 +339,7 @@ def build(self:SampleViewer):
         swap=w.Button(description="swap before and after of all", **fit),
         whole=w.Checkbox(self.whole, description="whole text", indent=False, **fit),
         decode=w.Checkbox(self.decode, description="decode cached latents", indent=False, **fit),
-        caption=w.Textarea(layout=w.Layout(width="60em", max_width="100%", height="5em")),
+        caption=w.Textarea(layout=w.Layout(width="60em", max_width="calc(100% - 4px)", height="5em")),
         save=w.Button(description="save caption", **width()), undo=w.Button(description="undo", **width()),
         propose=w.Button(description="propose an instruction", **width()),
         where=w.HTML(), message=w.HTML(), page=w.HTML())

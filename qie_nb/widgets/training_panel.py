@@ -14,7 +14,8 @@ from html import escape
 import numpy as np
 from fastcore.basics import patch
 
-from ..core.display import ButtonPoller, Display, Progress, image_rows, short_time, table_html
+from ..core.display import (
+    ButtonPoller, Display, Progress, image_rows, message_html, short_time, table_html)
 from ..evaluation.eval_images import eval_sampling, medians, notable_text, place_text
 from ..sampling.denoising import sampling_text
 from ..training.callbacks import Callback, EvalImage, RunState
@@ -46,8 +47,10 @@ def smooth(points) -> list: # (step, running mean of the values)
     return [(step, v) for (step, _), v in zip(points, mean)]
 
 def ticks(lo:float, hi:float, n:int=4) -> list: # about n round numbers between them
-    from matplotlib.ticker import MaxNLocator
-    return [float(v) for v in MaxNLocator(n).tick_values(lo, hi) if lo <= v <= hi]
+    power = 10.0 ** math.floor(math.log10((hi - lo) / n))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power * n >= hi - lo)
+    first, last = math.ceil(lo / step), math.floor(hi / step)
+    return [k * step for k in range(first, last + 1)]
 
 # %% ../../nbs/widgets/04_training_panel.ipynb #9a7e000c
 _LINE = ('<polyline fill="none" stroke="{}" stroke-opacity="{}" stroke-width="{}" '
@@ -194,8 +197,8 @@ def headline(self:TrainingPanel, d) -> str:
         how, then = d["doing"] or "training", f"{short_time(left)} left of it" if left else ""
     else: how, then = "stopping after this step, with a checkpoint", d["stop"]
     position = f'step {d["step"]} of {d["max_steps"]}, epoch {d["epoch"]} of {d["num_epochs"]}'
-    then = f'<div style="font-size:13px">{escape(then)}</div>' if then else ""
-    return (f'<div style="font-size:14px"><b>{escape(how)}</b>, {position}</div>{then}'
+    then = f'<div style="font-size:13px">{message_html(then)}</div>' if then else ""
+    return (f'<div style="font-size:14px"><b>{message_html(how)}</b>, {position}</div>{then}'
             f'<div style="width:640px;max-width:100%;height:6px;margin:6px 0;background-color:#80808040">'
             f'<div style="width:{done:.1f}%;height:6px;background-color:{_BLUE}"></div></div>')
 
@@ -229,7 +232,7 @@ def advice(self:TrainingPanel, d:dict) -> str: # HTML; empty if there is none
     "What the last evaluation advises."
     if not d["advice"]:
         return ""
-    return f'<div style="font-size:13px;max-width:640px"><b>advice:</b> {escape(d["advice"])}</div>'
+    return f'<div style="font-size:13px;max-width:640px"><b>advice:</b> {message_html(d["advice"])}</div>'
 
 @patch
 def evaluations(self:TrainingPanel) -> str: # HTML; empty before the first one
@@ -241,7 +244,7 @@ def evaluations(self:TrainingPanel) -> str: # HTML; empty before the first one
             "images, grey levels")
     rows = [evaluation_cells(row) for row in d["evaluations"]]
     return ('<details style="font-size:13px;max-width:900px">'
-            f'<summary>{escape(d["evaluated"])}</summary>'
+            f'<summary>{message_html(d["evaluated"])}</summary>'
             f"{table_html(rows, head)}</details>{self.advice(d)}")
 
 def evaluation_cells(row:dict) -> tuple: # of `evaluate.rows_of`; texts

@@ -209,6 +209,26 @@ def test_captions_and_file_names_are_escaped(opened):
     assert not pwned(page) and not page.page.locator("img[src=x]").count()
 
 
+
+def test_a_narrow_page_cuts_nothing_off(opened):
+    "At 700 pixels, also with an image that is wider than its share of the page."
+    shown = ["make_pairs(work/'wide', 'duotone', 2, size=(192, 96))\nsample_viewer(ImageDataset(str(work/'wide')))"]
+    page = opened("narrow", [WIDGETS.format(hostile=HOSTILE), *shown])
+    page.page.set_viewport_size(dict(width=700, height=1200))
+    page.kernel().run_all()
+    assert not page.errors()
+    viewer = page.page.locator(".jp-OutputArea-output:has(button:has-text('next'))").first
+    image = viewer.locator("figure img").first
+    box = image.bounding_box()
+    assert box["width"] == pytest.approx(2 * box["height"], rel=0.03), "no empty space above and below"
+    area = viewer.bounding_box()
+    right = area["x"] + area["width"]
+    for part in (*viewer.locator("button").all(), viewer.locator("textarea"), *viewer.locator("figure").all()):
+        found = part.bounding_box()
+        if found is not None: # it is visible
+            assert found["x"] >= area["x"] and found["x"] + found["width"] <= right
+
+
 TRAIN = '''
 import tempfile
 from pathlib import Path

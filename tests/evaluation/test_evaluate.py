@@ -20,7 +20,7 @@ from qie_nb.data.samples import samples_of
 from qie_nb.encoding.encoder import Encoder
 from qie_nb.evaluation import evaluate as module, validation_loss
 from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
-from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image
+from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image, sheet_caption
 from qie_nb.evaluation.compare import compare_validation, table
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate
 from qie_nb.evaluation.validation_loss import COLUMNS, Measures, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
@@ -493,9 +493,9 @@ def test_names_and_captions_may_be_anything(tmp_path):
         assert name and not set(name) & set("/\\ :\n") and not name.startswith(".") and len(name.encode()) < 200
     pair = tuple(np.full((40, w, 3), 90, np.uint8) for w in (80, 60))
     captions = ["costs $5^_{ and $6 \\frac{", "two\nlines\x00 and\ta tab", "", "long " * 200]
-    fig = overview([(EvalCase(f"{i}", c, None, [], None, None, pair), pair[1]) for i, c in enumerate(captions)])
-    texts = [t.get_text() for a in fig.axes for t in a.texts]
+    texts = [sheet_caption(c, 3) for c in captions]
     assert texts[0] == captions[0] and texts[1].split() == "two lines and a tab".split() and len(texts[3]) <= 152
+    fig = overview([(EvalCase(f"{i}", c, None, [], None, None, pair), pair[1]) for i, c in enumerate(captions)])
     with interrupted(os, "replace", 1): save_image(tmp_path/"grid.jpg", fig)
     assert not (tmp_path/"grid.jpg").exists(), "a kill leaves no partial image"
     save_image(tmp_path/"grid.jpg", fig)

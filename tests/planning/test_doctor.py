@@ -101,6 +101,9 @@ def test_a_run_that_does_not_fit_the_disk_is_an_error(machine, real, tmp_path, m
     report = doctor(real, small)
     assert "attach the model as an input" in findings(report, "error")["disk"].remedy and report.disk.problems()
     assert not findings(doctor(run_of(tmp_path), small), "error")
+    at_home = replace(small, environment=replace(machine.environment, name="script"))
+    remedy = findings(doctor(real, at_home), "error")["disk"].remedy
+    assert "attach" not in remedy and "give the folder of a copy" in remedy, "only Kaggle attaches folders"
 
 
 @pytest.mark.parametrize("section, key", [("model", "text_encoder_offload"), ("train", "blocks_to_swap")])
@@ -228,7 +231,9 @@ def test_stop_raises_the_errors_and_prints_the_rest(check, capsys):
     with pytest.raises(ValueError) as e: report.stop()
     levels = [f.level for f in report.findings]
     assert levels == sorted(levels, key=LEVELS.index) and levels[0] == "error"
-    assert "GPU Tesla P100" in str(e.value) and "internet no" in str(e.value) and "secret" not in str(e.value)
+    head, *faults = str(e.value).splitlines()
+    assert head == "2 faults:" and [f.startswith("- ") for f in faults] == [True, True], "a line for each"
+    assert "GPU Tesla P100" in faults[0] and "internet no" in faults[1] and "secret" not in str(e.value)
     assert "warning secret HF_TOKEN: missing" in capsys.readouterr().out
 
 

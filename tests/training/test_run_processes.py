@@ -15,7 +15,7 @@ from qie_nb.lora.formats import lora_info
 from qie_nb.devices import edit_model
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
-from qie_nb.training.run_processes import job_config
+from qie_nb.training.run_processes import job_config, processes_to_start
 
 from helpers import PATIENCE, OnStep, finish, slow, on_call, settings, wait_for, write_pairs
 
@@ -307,6 +307,14 @@ def test_an_adapter_with_nan_ends_the_run_of_two_processes_as_it_ends_one(
         t.fit()
     assert not started()
     nothing_broken_was_saved(Path(t.config.train.output_dir))
+
+
+def test_a_launched_process_starts_no_others(monkeypatch):
+    "The plan says how many there are, and counts the memory of several."
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run = QwenImageEditTrainer(dict(train=dict(num_processes=4)))
+    assert processes_to_start(run) == 1 and run.plan.processes.value == 2
+    assert any("processes 2" in line for line in run.plan.lines())
 
 
 @pytest.mark.weekly

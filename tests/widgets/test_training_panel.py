@@ -132,7 +132,8 @@ def test_the_advice_of_an_evaluation_is_shown_as_text(tmp_path):
     assert "advice:" not in panel.html()
     t.state.advice = f"set `optimizer.lr` to 0.005 {HOSTILE}"
     shown = panel.html()
-    assert "advice:</b> set `optimizer.lr` to 0.005" in shown and "&lt;img src=x" in shown and "<img src=x" not in shown
+    assert "advice:</b> set <code" in shown and ">optimizer.lr</code> to 0.005" in shown
+    assert "&lt;img src=x" in shown and "<img src=x" not in shown
 
 
 def test_an_evaluation_is_one_line_with_its_intervals_folded(tmp_path):
