@@ -131,7 +131,9 @@ def weight_files(folder) -> list: # paths, sorted
 
 def stored_dtype(file): # the most frequent one of a safetensors file, or None
     with open_weights(file) as f: names = [f.get_slice(k).get_dtype() for k in f.keys()]
-    return dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16).get(max(names, key=names.count))
+    known = dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+    known |= dict(F8_E4M3=torch.bfloat16, F8_E5M2=torch.bfloat16) # as they were before they were rounded
+    return known.get(max(names, key=names.count))
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d5e
 _MOVED = ((r"^visual\.", "model.visual."),
