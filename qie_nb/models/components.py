@@ -23,7 +23,8 @@ from .hub import (
 from .loading import (check_saved_quantization, component_bytes, device_of, empty_model, load_quantized,
                                    saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantizations.known import QUANTIZATIONS, dtype_name, parse_quantization
-from .single_file import POINTER, SingleFile, own_weights, pointed_file, refusal
+from .single_file import (
+    POINTER, SingleFile, own_weights, pointed_file, refusal, single_file)
 from .variants import v1, v2509, v2511 # each registers its class
 from .variants.base import VARIANTS, Variant, transformer_config, variant_of_folder
 
@@ -180,7 +181,7 @@ class Components:
         transformer_file:str=None, # as `model.transformer_file`
     ):
         self.name, self.dtype, self.revision = name, dtype, revision
-        self.file = SingleFile(transformer_file) if transformer_file else None # before the hub is asked
+        self.file = single_file(transformer_file) if transformer_file else None # before the hub is asked
         self._devices = dict(devices or {})
         self._quantize = {k: parse_quantization(v) for k, v in (quantize or {}).items()}
         self.folder, self.release = resolve_model(name, revision=revision), release

@@ -22,7 +22,7 @@ from ..core.settings import MOST
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Components, Variant, native_areas, resolve_model
 from ..models.loading import source_checkpoint
-from ..models.single_file import SingleFile
+from ..models.single_file import single_file
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
 from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
 from .decisions import AUTO, choose_delete_shards, choose_length
@@ -250,7 +250,7 @@ def file_problem(
     if not model.transformer_file:
         return ""
     try:
-        file = SingleFile(model.transformer_file)
+        file = single_file(model.transformer_file)
         file.check(model_facts(name, model.variant).transformer)
         if is_local(name):
             Components(name, variant=model.variant, transformer_file=model.transformer_file)

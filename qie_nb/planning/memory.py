@@ -24,7 +24,7 @@ from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS
-from ..models.single_file import SingleFile, own_weights
+from ..models.single_file import own_weights, single_file
 from ..models.quantizations.known import QUANTIZATIONS, dtype_name, parse_quantization
 from ..models.variants.base import transformer_config, variant_named, variant_of_folder
 from . import facts as planned
@@ -77,7 +77,7 @@ def stream_tokens(q:MemoryQuery) -> dict: # of a batch
 # %% ../../nbs/planning/01_memory.ipynb #5afca680
 def row_dtype(config, base_bytes:int) -> torch.dtype: # of a modulation table, as `Components.row_dtype`
     m = config.model
-    single = [SingleFile(m.transformer_file).path] if m.transformer_file else []
+    single = [single_file(m.transformer_file).path] if m.transformer_file else []
     files = single or own_weights(model_folder(m.pretrained_model_name_or_path)/"transformer")
     run = torch.float32 if base_bytes == 4 else torch.bfloat16
     own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
