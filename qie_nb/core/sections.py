@@ -79,7 +79,7 @@ class ModelSection(Section):
         also_called=("model", "base_model", "pretrained_model_name"), min_length=1)
     revision: str | None = setting(None, "hub revision", on_resume="must match", compared_as="base")
     transformer_file: PathStr | None = setting(
-        None, "one .safetensors file to read the transformer from, as ComfyUI has it: bf16, fp8 or int8",
+        None, "the transformer as one file of ComfyUI: bf16, fp8 or int8",
         on_resume="must match", needed_by="many", compared_as="base")
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "

@@ -133,7 +133,8 @@ def check_mark(
     expected:str, # as `model.variant`
 ):
     "Raises ValueError if a file is another variant's than the model folder."
-    marked, base = variant_of_marks(file), "`model.pretrained_model_name_or_path`"
+    marked = variant_of_marks(file)
+    base = "`model.pretrained_model_name_or_path`"
     if marked is not None and marked.name != variant.name:
         raise refusal(file.path, f"is {marked.name} (it has {marked.file_mark}), but {base} is {variant.name}",
                       f"set it to {PUBLISHED_MODELS.get(marked.name, marked.name)} or a copy of that")
@@ -153,7 +154,8 @@ def folder_of_file(
     chosen = VARIANTS.get(expected) or variant_of_marks(file) or base
     config = transformer_config(folder) or chosen.published_config()
     file.check(config)
-    path, index = file.path.absolute(), (folder/INDEX).read_text()
+    path = file.path.absolute()
+    index = (folder/INDEX).read_text()
     content = cached_file_property(path, "sampled digest", sampled_digest)
     facts = json.dumps([str(path), content, config, index], sort_keys=True)
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -271,7 +273,8 @@ def row_dtype(self:Components,
     folder=None, name:str="transformer",
 ) -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
     "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
-    if folder is None and not self.downloads(name): folder = self.place_of(name)
+    if folder is None and not self.downloads(name):
+        folder = self.place_of(name)
     if folder and (origin := source_checkpoint(folder)): own = getattr(torch, origin["table_dtype"])
     elif folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
     else:

@@ -8,7 +8,7 @@ __all__ = ['PREFIX', 'MARK', 'FORMATS', 'PLAIN', 'GROUP', 'TIME', 'MOST_MAPPED',
            'expected_shapes', 'SingleFile', 'single_file', 'ScaledSlice', 'SingleFileReader', 'open_weights',
            'pointed_file', 'own_weights']
 
-# %% ../../nbs/models/01b_single_file.ipynb #075c1312
+# %% ../../nbs/models/01b_single_file.ipynb #fde21a58
 import json, math, re
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..core.files import typed_path
 from .tensor_files import (
     AGAIN, OTHER_FILE, FileReader, FileSlice, Header, StoredTensor, read_header, refusal)
 
-# %% ../../nbs/models/01b_single_file.ipynb #e7f403cf
+# %% ../../nbs/models/01b_single_file.ipynb #3b1dcf91
 PREFIX = "model.diffusion_model." # of a file that was saved with more of the model around it
 MARK = re.compile(r"__\w+__") # an empty tensor whose name says something
 _OTHERS = ( # pattern of one name, what the file is, what to do
@@ -62,7 +62,7 @@ def check_kind(
     if lacking:
         raise refusal(path, f"is another model's: it lacks {lacking[0]}", OTHER_FILE)
 
-# %% ../../nbs/models/01b_single_file.ipynb #bf8555d1
+# %% ../../nbs/models/01b_single_file.ipynb #20539303
 # ComfyUI, comfy/quant_ops.py (QUANT_ALGOS): formats of a layer, and the dtype that they store
 FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
 PLAIN = ("F32", "F16", "BF16", *(d for d in FORMATS.values() if d.startswith("F8")))
@@ -96,7 +96,7 @@ def dequantized(
         return out
     return (out.view(len(out), -1, group) @ rotation(group)).view_as(out)
 
-# %% ../../nbs/models/01b_single_file.ipynb #13e2b05f
+# %% ../../nbs/models/01b_single_file.ipynb #cf2589bb
 def layer_formats(
     path:Path,
     header:Header, # its names without prefix
@@ -134,8 +134,10 @@ def rotated_group(
     both = (inner if isinstance(inner, dict) else {}) | conf
     return int(both.get("convrot_groupsize", GROUP)) if both.get("convrot") else 0
 
-# %% ../../nbs/models/01b_single_file.ipynb #155f7f9e
-def _is_power_of_4(n:int) -> bool: return n >= 4 and n & (n - 1) == 0 and n.bit_length() % 2 == 1
+# %% ../../nbs/models/01b_single_file.ipynb #22675d07
+def _is_power_of_4(n:int) -> bool:
+    "As the sizes of ConvRot's matrices."
+    return n >= 4 and n & (n - 1) == 0 and n.bit_length() % 2 == 1
 
 def scaled_weight(
     path:Path,
@@ -155,23 +157,26 @@ def scaled_weight(
         raise refusal(path, f"is incomplete: it lacks {missing}", AGAIN)
     sizes = tensors[scale].shape
     one = sizes in ((), (1,), (1, 1))
-    each_row = kind.startswith("int8") and sizes in (weight.shape[:1], (*weight.shape[:1], 1))
+    integers = FORMATS[kind] == "I8"
+    each_row = integers and sizes in (weight.shape[:1], (*weight.shape[:1], 1))
     if weight.dtype != FORMATS[kind] or len(weight.shape) != 2 or not (one or each_row):
         raise refusal(path, f"says that {layer} is {kind}, but its weight is {weight.dtype} "
                       f"{list(weight.shape)} with scales {list(sizes)}", OTHER_FILE)
     group = rotated_group(conf)
-    if group and not (_is_power_of_4(group) and weight.shape[1] % group == 0 and kind.startswith("int8")):
+    if group and not (integers and _is_power_of_4(group) and weight.shape[1] % group == 0):
         raise refusal(path, f"says that {layer} is rotated in groups of {group}, which its "
                       f"{weight.shape[1]} columns cannot be", OTHER_FILE)
     return Scaled(scale, group)
 
-# %% ../../nbs/models/01b_single_file.ipynb #a6ce9912
+# %% ../../nbs/models/01b_single_file.ipynb #c90edac5
 TIME = 256 # numbers of a time before its embedding (diffusers, transformer_qwenimage.py)
 
 def _linear(name:str, outputs:int, inputs:int) -> dict:
+    "Shapes of a layer's weight and bias."
     return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
 
-def _block_shapes(dim:int, head:int) -> dict: # of one block
+def _block_shapes(dim:int, head:int) -> dict: # {name within a block: shape}
+    "Shapes of one block."
     out = {f"attn.norm_{n}.weight": (head,) for n in ("q", "k", "added_q", "added_k")}
     for n in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out"):
         out |= _linear(f"attn.{n}", dim, dim)
@@ -199,7 +204,7 @@ def expected_shapes(
         out |= {f"transformer_blocks.{number}.{name}": shape for name, shape in block.items()}
     return out
 
-# %% ../../nbs/models/01b_single_file.ipynb #d2450239
+# %% ../../nbs/models/01b_single_file.ipynb #73946b90
 class SingleFile:
     "A file with a transformer: its tensors by their names in diffusers, and how they are stored."
     def __init__(self,
@@ -262,9 +267,10 @@ class SingleFile:
             raise refusal(self.path, f"has {odd[0]} and {len(odd) - 1} more tensors that the model of {base} "
                           "lacks", "give files of the same model")
 
-# %% ../../nbs/models/01b_single_file.ipynb #2cebb5e9
+# %% ../../nbs/models/01b_single_file.ipynb #7671c903
 @lru_cache(maxsize=4)
 def _read(path:Path, size:int, changed:int) -> SingleFile: # changed: ns
+    "A file's description, remembered."
     return SingleFile(path)
 
 def single_file(
@@ -277,7 +283,7 @@ def single_file(
     found = path.stat()
     return _read(path, found.st_size, found.st_mtime_ns)
 
-# %% ../../nbs/models/01b_single_file.ipynb #5fc3d1b1
+# %% ../../nbs/models/01b_single_file.ipynb #01814f5d
 MOST_MAPPED = 12e9 # bytes of a file that is mapped; published shards have at most 10e9
 PIECE = 2 ** 20 # numbers that are dequantized at once
 
@@ -331,7 +337,7 @@ class SingleFileReader(FileReader):
         scale = FileSlice(self.path, self.file.tensors[scaled.scale])
         return ScaledSlice(weight, scale, scaled.group)
 
-# %% ../../nbs/models/01b_single_file.ipynb #cdfac08e
+# %% ../../nbs/models/01b_single_file.ipynb #4dae4aa8
 _FOREIGN_NAME = re.compile(rf"^{re.escape(PREFIX)}|\.comfy_quant$|\.scale_weight$|^scaled_fp8$")
 
 def open_weights(
@@ -351,7 +357,7 @@ def open_weights(
         return FileReader(path, header.tensors)
     return safe_open(path, "pt")
 
-# %% ../../nbs/models/01b_single_file.ipynb #9986d709
+# %% ../../nbs/models/01b_single_file.ipynb #a860984c
 POINTER = "weights_file" # in a component's folder, the path of its weights
 
 def pointed_file(folder:Path) -> Path | None: # None: the folder has its own

@@ -6,14 +6,14 @@
 __all__ = ['SETTING', 'MOST_HEADER', 'OTHER_FILE', 'AGAIN', 'DTYPES', 'StoredTensor', 'Header', 'refusal', 'read_header',
            'FileSlice', 'FileReader']
 
-# %% ../../nbs/models/01_tensor_files.ipynb #ea92606e
+# %% ../../nbs/models/01_tensor_files.ipynb #9de23035
 import json
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-# %% ../../nbs/models/01_tensor_files.ipynb #b4332e62
+# %% ../../nbs/models/01_tensor_files.ipynb #7c77351f
 SETTING = "model.transformer_file"
 MOST_HEADER = 100_000_000 # bytes, safetensors' own limit
 OTHER_FILE = "give ComfyUI's bf16, fp8 or int8 file of the transformer, a .safetensors"
@@ -39,7 +39,7 @@ def refusal(
     "The error that refuses a file, in one sentence."
     return ValueError(f"`{SETTING}` {str(path)!r} {what}; {remedy}")
 
-# %% ../../nbs/models/01_tensor_files.ipynb #a5aafc9b
+# %% ../../nbs/models/01_tensor_files.ipynb #b05a74dd
 _FIRST_BYTES = ( # of a file, what it is, what to do
     (b"GGUF", "is a GGUF file, which we do not read", OTHER_FILE),
     (b"PK\x03\x04", "is a pickle (.pt, .ckpt), which can run code when it is read", OTHER_FILE),
@@ -57,6 +57,7 @@ def _foreign(path:Path, start:bytes) -> ValueError:
     return refusal(path, "is no safetensors file", OTHER_FILE)
 
 def _stored(entry:dict, data:int) -> StoredTensor: # data: byte at which tensors begin
+    "A tensor as an entry of the header describes it."
     begin, end = entry["data_offsets"]
     return StoredTensor(entry["dtype"], tuple(entry["shape"]), data + begin, data + end)
 
@@ -88,7 +89,7 @@ def read_header(path:Path) -> Header:
         raise refusal(path, f"is cut off: it has {size} of {needed} bytes", AGAIN)
     return Header(tensors, metadata)
 
-# %% ../../nbs/models/01_tensor_files.ipynb #64f48a0b
+# %% ../../nbs/models/01_tensor_files.ipynb #ce505cd1
 DTYPES = dict(
     F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
     F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, I64=torch.int64, I32=torch.int32,
@@ -112,6 +113,7 @@ class FileSlice:
         return self.stored.dtype
 
     def _read(self, begin:int, shape:tuple) -> torch.Tensor: # begin: byte of the file
+        "Bytes of the file as a tensor."
         dtype = DTYPES[self.stored.dtype]
         out = torch.empty(shape, dtype=dtype)
         data = out.reshape(-1).view(torch.uint8).numpy()
@@ -145,7 +147,8 @@ class FileReader:
 
     def __enter__(self): return self
 
-    def __exit__(self, *error): pass
+    def __exit__(self, *error):
+        "Nothing is open."
 
     def keys(self) -> list:
         "Names of the tensors, as `safe_open` sorts them."

@@ -169,8 +169,8 @@ def table_bytes(
     sizes:int=1, # number of target sizes, each with its own sampling schedule
 ) -> int: # 0 if no table is made, or a prequantized copy has one
     from qie_nb.models.modulation import training_times
-    folder, single = model_folder(config.model.pretrained_model_name_or_path), config.model.transformer_file
-    has_one = not single and source_checkpoint(folder/"transformer").get("table")
+    folder = model_folder(config.model.pretrained_model_name_or_path)
+    has_one = not config.model.transformer_file and source_checkpoint(folder/"transformer").get("table")
     if not q.table or has_one: return 0
     dtype = row_dtype(config, q.base_bytes)
     times = len(training_times(dtype)) + q.zero_cond

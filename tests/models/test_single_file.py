@@ -443,11 +443,11 @@ def test_the_transformer_of_a_hub_model_is_not_downloaded(bits, tmp_path, monkey
     served = NoHub(folder, tmp_path/"hub")
     monkeypatch.setattr(hub, "HUB", served)
     root = write_pairs(tmp_path/"set", [(48, 32)] * 3)
-    trainer = run(root, tmp_path/"a", "somebody/edit", file).fit()
+    trainer = run(root, tmp_path/"a", "owner/edit", file).fit()
     assert trainer.global_step == 2 and trainer.components.is_local("transformer")
     assert any(p.startswith("text_encoder/") for p in served.got)
     weights = sum(p.stat().st_size for part in ("vae", "text_encoder") for p in (folder/part).glob("*.safetensors"))
-    assert f"downloading somebody/edit, {weights / 1e6:.1f} MB in all" in capsys.readouterr().out
+    assert f"downloading owner/edit, {weights / 1e6:.1f} MB in all" in capsys.readouterr().out
     assert adapters_equal(trainer, run(root, tmp_path/"b", folder, file).fit())
 
 
@@ -631,7 +631,7 @@ def test_a_foreign_file_is_refused_before_the_hub_is_asked(tmp_path, monkeypatch
     monkeypatch.setattr(hub, "HUB", None)
     file = tmp_path/"model.gguf"
     starts(b"GGUF")(file)
-    with pytest.raises(ValueError, match="is a GGUF file"): EditModel("somebody/other-edit", transformer_file=str(file))
+    with pytest.raises(ValueError, match="is a GGUF file"): EditModel("owner/other-edit", transformer_file=str(file))
 
 
 def test_variants_are_told_apart_where_the_file_can_tell(bits, tmp_path):
