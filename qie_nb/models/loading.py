@@ -170,6 +170,17 @@ def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) 
     return module
 
 # %% ../../nbs/models/02_loading.ipynb #8192a3b4
+def loading_bar(
+    files:list, # of weights
+    large:bool, # are they one large file?
+    what:str, # to show
+) -> Progress: # None for a small checkpoint, which is read at once
+    "The progress of loading a component: its files, or the tensors of a large one."
+    if large:
+        with open_weights(files[0]) as f:
+            return Progress(len(f.keys()), what)
+    return Progress(len(files), what) if len(files) > 1 else None
+
 def load_quantized(
     cls, # a diffusers or transformers model class
     folder,
@@ -186,10 +197,12 @@ def load_quantized(
     device_of = placement.device if placement else lambda name: device
     todo, known = set(quantizable_layers(model)) if quantization else set(), model.state_dict().keys()
     saved, waiting, files = saved_quantization(folder), {}, weight_files(folder)
-    bar = Progress(len(files), f"{Path(folder).name} as {quantization or dtype}") if len(files) > 1 else None
+    large = pointed_file(folder) is not None # of which each tensor is a step
+    bar = loading_bar(files, large, f"{Path(folder).name} as {quantization or dtype}")
     for file in files:
         with open_weights(file) as f:
             for key in f.keys():
+                if large: bar.update()
                 owner, new = re.sub(r"\.(weight\..*|[^.]*)$", "", key), None
                 if saved and owner in todo:
                     linear, parts = model.get_submodule(owner), waiting.setdefault(owner, {})
@@ -208,7 +221,7 @@ def load_quantized(
                     todo.remove(owner)
                     trim_malloc()
                 if placement: placement.settle(model, owner)
-        if bar: bar.update()
+        if bar and not large: bar.update()
     if bar: bar.close()
     model = _finish(model, folder, device_of)
     return placement.finish(model) if placement else model

@@ -8,19 +8,20 @@ __all__ = ['PREFIX', 'MARK', 'FORMATS', 'PLAIN', 'GROUP', 'TIME', 'MOST_MAPPED',
            'expected_shapes', 'SingleFile', 'single_file', 'ScaledSlice', 'SingleFileReader', 'open_weights',
            'pointed_file', 'own_weights']
 
-# %% ../../nbs/models/01b_single_file.ipynb #fde21a58
-import json, math, re
+# %% ../../nbs/models/01b_single_file.ipynb #48a6ad7e
+import json, math, os, re
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..core.environment import own_home
 from ..core.files import typed_path
 from .tensor_files import (
     AGAIN, OTHER_FILE, FileReader, FileSlice, Header, StoredTensor, read_header, refusal)
 
-# %% ../../nbs/models/01b_single_file.ipynb #3b1dcf91
+# %% ../../nbs/models/01b_single_file.ipynb #d8349707
 PREFIX = "model.diffusion_model." # of a file that was saved with more of the model around it
 MARK = re.compile(r"__\w+__") # an empty tensor whose name says something
 _OTHERS = ( # pattern of one name, what the file is, what to do
@@ -62,7 +63,7 @@ def check_kind(
     if lacking:
         raise refusal(path, f"is another model's: it lacks {lacking[0]}", OTHER_FILE)
 
-# %% ../../nbs/models/01b_single_file.ipynb #20539303
+# %% ../../nbs/models/01b_single_file.ipynb #40c2a1f9
 # ComfyUI, comfy/quant_ops.py (QUANT_ALGOS): formats of a layer, and the dtype that they store
 FORMATS = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
 PLAIN = ("F32", "F16", "BF16", *(d for d in FORMATS.values() if d.startswith("F8")))
@@ -96,7 +97,7 @@ def dequantized(
         return out
     return (out.view(len(out), -1, group) @ rotation(group)).view_as(out)
 
-# %% ../../nbs/models/01b_single_file.ipynb #cf2589bb
+# %% ../../nbs/models/01b_single_file.ipynb #776a841c
 def layer_formats(
     path:Path,
     header:Header, # its names without prefix
@@ -134,7 +135,7 @@ def rotated_group(
     both = (inner if isinstance(inner, dict) else {}) | conf
     return int(both.get("convrot_groupsize", GROUP)) if both.get("convrot") else 0
 
-# %% ../../nbs/models/01b_single_file.ipynb #22675d07
+# %% ../../nbs/models/01b_single_file.ipynb #d2160423
 def _is_power_of_4(n:int) -> bool:
     "As the sizes of ConvRot's matrices."
     return n >= 4 and n & (n - 1) == 0 and n.bit_length() % 2 == 1
@@ -168,7 +169,7 @@ def scaled_weight(
                       f"{weight.shape[1]} columns cannot be", OTHER_FILE)
     return Scaled(scale, group)
 
-# %% ../../nbs/models/01b_single_file.ipynb #c90edac5
+# %% ../../nbs/models/01b_single_file.ipynb #5ea8b8bf
 TIME = 256 # numbers of a time before its embedding (diffusers, transformer_qwenimage.py)
 
 def _linear(name:str, outputs:int, inputs:int) -> dict:
@@ -204,7 +205,7 @@ def expected_shapes(
         out |= {f"transformer_blocks.{number}.{name}": shape for name, shape in block.items()}
     return out
 
-# %% ../../nbs/models/01b_single_file.ipynb #73946b90
+# %% ../../nbs/models/01b_single_file.ipynb #d690036c
 class SingleFile:
     "A file with a transformer: its tensors by their names in diffusers, and how they are stored."
     def __init__(self,
@@ -214,6 +215,8 @@ class SingleFile:
         header = read_header(self.path)
         check_kind(self.path, list(header.tensors))
         self.tensors = {without_prefix(name): tensor for name, tensor in header.tensors.items()}
+        if len(self.tensors) < len(header.tensors):
+            raise refusal(self.path, f"has tensors twice, with and without {PREFIX}", OTHER_FILE)
         self.marks = {name for name in self.tensors if MARK.fullmatch(name)}
         formats = layer_formats(self.path, Header(self.tensors, header.metadata))
         self.scaled = {} # {name of a weight: `Scaled`}
@@ -267,7 +270,7 @@ class SingleFile:
             raise refusal(self.path, f"has {odd[0]} and {len(odd) - 1} more tensors that the model of {base} "
                           "lacks", "give files of the same model")
 
-# %% ../../nbs/models/01b_single_file.ipynb #7671c903
+# %% ../../nbs/models/01b_single_file.ipynb #6076ea77
 @lru_cache(maxsize=4)
 def _read(path:Path, size:int, changed:int) -> SingleFile: # changed: ns
     "A file's description, remembered."
@@ -283,7 +286,7 @@ def single_file(
     found = path.stat()
     return _read(path, found.st_size, found.st_mtime_ns)
 
-# %% ../../nbs/models/01b_single_file.ipynb #01814f5d
+# %% ../../nbs/models/01b_single_file.ipynb #8aa7d9fe
 MOST_MAPPED = 12e9 # bytes of a file that is mapped; published shards have at most 10e9
 PIECE = 2 ** 20 # numbers that are dequantized at once
 
@@ -337,7 +340,7 @@ class SingleFileReader(FileReader):
         scale = FileSlice(self.path, self.file.tensors[scaled.scale])
         return ScaledSlice(weight, scale, scaled.group)
 
-# %% ../../nbs/models/01b_single_file.ipynb #4dae4aa8
+# %% ../../nbs/models/01b_single_file.ipynb #8d2fcb4a
 _FOREIGN_NAME = re.compile(rf"^{re.escape(PREFIX)}|\.comfy_quant$|\.scale_weight$|^scaled_fp8$")
 
 def open_weights(
@@ -357,13 +360,15 @@ def open_weights(
         return FileReader(path, header.tensors)
     return safe_open(path, "pt")
 
-# %% ../../nbs/models/01b_single_file.ipynb #a860984c
+# %% ../../nbs/models/01b_single_file.ipynb #31fe926c
 POINTER = "weights_file" # in a component's folder, the path of its weights
 
 def pointed_file(folder:Path) -> Path | None: # None: the folder has its own
-    "The single file of a component's folder."
-    pointer = Path(folder)/POINTER
-    return Path(pointer.read_text(encoding="utf-8")) if pointer.is_file() else None
+    "The single file of a component's folder; only folders that we wrote are followed."
+    pointer = (Path(folder)/POINTER).absolute()
+    if not pointer.is_file() or not pointer.is_relative_to(own_home(os.environ).absolute()):
+        return None
+    return Path(pointer.read_text(encoding="utf-8"))
 
 def own_weights(folder:Path) -> list: # of paths
     "The files of weights in a component's folder, or its single file; an index is not read."

@@ -6,14 +6,14 @@
 __all__ = ['SETTING', 'MOST_HEADER', 'OTHER_FILE', 'AGAIN', 'DTYPES', 'StoredTensor', 'Header', 'refusal', 'read_header',
            'FileSlice', 'FileReader']
 
-# %% ../../nbs/models/01_tensor_files.ipynb #9de23035
-import json
+# %% ../../nbs/models/01_tensor_files.ipynb #bc790e91
+import json, math
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-# %% ../../nbs/models/01_tensor_files.ipynb #7c77351f
+# %% ../../nbs/models/01_tensor_files.ipynb #479837bf
 SETTING = "model.transformer_file"
 MOST_HEADER = 100_000_000 # bytes, safetensors' own limit
 OTHER_FILE = "give ComfyUI's bf16, fp8 or int8 file of the transformer, a .safetensors"
@@ -39,7 +39,12 @@ def refusal(
     "The error that refuses a file, in one sentence."
     return ValueError(f"`{SETTING}` {str(path)!r} {what}; {remedy}")
 
-# %% ../../nbs/models/01_tensor_files.ipynb #b05a74dd
+# %% ../../nbs/models/01_tensor_files.ipynb #b0b85bb3
+DTYPES = dict(
+    F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
+    F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, I64=torch.int64, I32=torch.int32,
+    I16=torch.int16, I8=torch.int8, U8=torch.uint8, BOOL=torch.bool)
+
 _FIRST_BYTES = ( # of a file, what it is, what to do
     (b"GGUF", "is a GGUF file, which we do not read", OTHER_FILE),
     (b"PK\x03\x04", "is a pickle (.pt, .ckpt), which can run code when it is read", OTHER_FILE),
@@ -59,7 +64,12 @@ def _foreign(path:Path, start:bytes) -> ValueError:
 def _stored(entry:dict, data:int) -> StoredTensor: # data: byte at which tensors begin
     "A tensor as an entry of the header describes it."
     begin, end = entry["data_offsets"]
-    return StoredTensor(entry["dtype"], tuple(entry["shape"]), data + begin, data + end)
+    shape = tuple(entry["shape"])
+    dtype = DTYPES.get(entry["dtype"]) # None: a format that is refused later
+    size = end - begin
+    if dtype is not None and size != math.prod(shape) * dtype.itemsize or begin < 0 or size < 0:
+        raise ValueError("a size that its shape does not have")
+    return StoredTensor(entry["dtype"], shape, data + begin, data + end)
 
 def read_header(path:Path) -> Header:
     "The header of a safetensors file. Raises ValueError for another file, a damaged or a cut one."
@@ -89,12 +99,7 @@ def read_header(path:Path) -> Header:
         raise refusal(path, f"is cut off: it has {size} of {needed} bytes", AGAIN)
     return Header(tensors, metadata)
 
-# %% ../../nbs/models/01_tensor_files.ipynb #ce505cd1
-DTYPES = dict(
-    F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
-    F8_E4M3=torch.float8_e4m3fn, F8_E5M2=torch.float8_e5m2, I64=torch.int64, I32=torch.int32,
-    I16=torch.int16, I8=torch.int8, U8=torch.uint8, BOOL=torch.bool)
-
+# %% ../../nbs/models/01_tensor_files.ipynb #0a067510
 class FileSlice:
     "A tensor of a file, read where it is indexed; as safetensors' slices."
     def __init__(self,

@@ -597,6 +597,8 @@ FILES = {
     "scale of another size": (made(lambda t: t.update({f"{PREFIX}{LAYER}.weight_scale": torch.ones(7, 1)}), form=int8), r"with scales \[7, 1\]"),
     "odd groups": (made(formatted(dict(format="int8_tensorwise", convrot=True, convrot_groupsize=32)), form=int8_convrot), "rotated in groups of 32"),
     "damaged note": (made(lambda t: t.update({f"{PREFIX}{LAYER}.comfy_quant": torch.tensor([1, 2], dtype=torch.uint8)})), "has a damaged description of its quantization"),
+    "sizes that are not the shapes'": (starts(struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}}'.ljust(64)), "has a damaged header"),
+    "names twice": (made(lambda t: t.update({"img_in.weight": torch.zeros(96, 64)})), f"has tensors twice, with and without {PREFIX}"),
     "no mark": (lambda path: write(path, "2509"), f"lacks {MARK}, the mark of 2511, which `model.pretrained_model_name_or_path` is"),
 }
 
@@ -625,6 +627,15 @@ def test_a_shard_a_folder_and_a_missing_file(tmp_path):
     assert "is one of several shards; set `model.pretrained_model_name_or_path` to the folder" in refused(shard)
     assert "is a folder; give a file in it" in refused(tmp_path)
     assert "does not exist; fix the path" in refused(tmp_path/"none.safetensors", FileNotFoundError)
+
+
+def test_a_model_folder_cannot_name_a_file_of_this_machine(bits, tmp_path):
+    folder, file = bits["2511"]
+    hostile = shutil.copytree(folder, tmp_path/"model")
+    (hostile/"transformer"/single_file.POINTER).write_text(str(file))
+    assert single_file.pointed_file(hostile/"transformer") is None
+    ours = Components(str(folder), transformer_file=str(file)).place_of("transformer")
+    assert single_file.pointed_file(ours) == file
 
 
 def test_a_foreign_file_is_refused_before_the_hub_is_asked(tmp_path, monkeypatch):
