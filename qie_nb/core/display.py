@@ -29,7 +29,6 @@ def is_interactive(stream=None) -> bool: # of the progress bar, default stderr
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch": return False
     return "google.colab" in sys.modules or bool(getattr(k, "_allow_stdin", True))
 
-# %% ../../nbs/core/02_display.ipynb #aea11901
 def short_time(seconds:float) -> str:
     "Seconds as text: 42 s, 3:05 min, 1:02 h."
     s = int(seconds)
@@ -158,7 +157,6 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     im.save(raw, "JPEG", quality=88)
     return raw.getvalue()
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0008
 def image_html(
     image,
     title:str,
@@ -227,7 +225,6 @@ def text_table(rows, head=()) -> str:
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0012
 def badge(text:str, bad:bool=False) -> str: # does the user need to act?
     "A short text in a frame, escaped."
     look = "background:#b3261e;color:#fff;border-color:#b3261e" if bad else "opacity:.85"
@@ -283,7 +280,6 @@ class StatusText:
         self.tell(f'<progress value="{self.n}" max="{self.total}"></progress> '
                   f"{escape(self.what)} {self.n} of {self.total}, {rate:.0f}/s, {left} left")
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0016
 def report_errors(tell, work) -> bool: # functions of an error's HTML, and of nothing; did it succeed?
     "Run the work of a click and show its errors."
     try: work()
@@ -316,7 +312,6 @@ VIEW = "application/vnd.jupyter.widget-view+json" # of ipywidgets 7 and 8
 _DEAD_WIDGET = (".jp-OutputArea-child:has(> .jp-OutputArea-output:not([data-mime-type])):has(+ * .{mark})"
                 ":not(:has(.{mark}-live))")
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0017
 @patch
 def live(self:Display) -> dict: # MIME bundle
     "The widget, with a rule that hides the HTML."
@@ -327,7 +322,6 @@ def live(self:Display) -> dict: # MIME bundle
         self._page.add_class(f"{self.mark}-live")
     return {VIEW: dict(version_major=2, version_minor=0, model_id=self._page.model_id)}
 
-# %% ../../nbs/core/02_display.ipynb #7a1e0018
 @patch
 def _repr_mimebundle_(self:Display, include=None, exclude=None) -> dict:
     page = self.html()
@@ -446,7 +440,6 @@ def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
     if not layer.get("exists", True): return "not there yet"
     return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
 
-# %% ../../nbs/core/02_display.ipynb #5a1e0007
 def quarantined_entries(folders, most:int=20) -> list: # of a cache's layers; (file name, reason)
     "Entries in quarantine."
     found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
@@ -458,7 +451,6 @@ def _kinds_table(s) -> str:
     rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]
     return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
 
-# %% ../../nbs/core/02_display.ipynb #5a1e0008
 def _badges(s) -> str:
     n, complete = s.get("samples"), s.get("complete", 0)
     if n is None: out = [badge(f"{sum(v['present'] for v in s['kinds'].values())} entries")]

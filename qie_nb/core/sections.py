@@ -25,10 +25,9 @@ AutoBool = bool | Literal["auto"]
 
 BATCHES_PER_STEP = "train.gradient_accumulation_steps x processes" # a fact of a run, see `setting`
 
-# %% ../../nbs/core/06c_sections.ipynb #f55ddc01
+# %% ../../nbs/core/06c_sections.ipynb #f55ddc02
 def _lora_targets(v): return v.split(",") if isinstance(v, str) and "," in v else v
 
-# %% ../../nbs/core/06c_sections.ipynb #f55ddc02
 class LoraSection(Section):
     "The adapter to train."
     r: Positive = setting(16, "rank",
@@ -79,6 +78,9 @@ class ModelSection(Section):
         on_resume="must match", needed_by="everybody", compared_as="base",
         also_called=("model", "base_model", "pretrained_model_name"), min_length=1)
     revision: str | None = setting(None, "hub revision", on_resume="must match", compared_as="base")
+    transformer_file: PathStr | None = setting(
+        None, "the transformer as one file of ComfyUI: bf16, fp8 or int8",
+        on_resume="must match", needed_by="many", compared_as="base")
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "
         "small, and on Kaggle",
@@ -94,8 +96,7 @@ class ModelSection(Section):
         "the frozen transformer: qfloat8, qint8, qint4 (quanto), nf4 (bitsandbytes), int8, float8 "
         "(torchao), fp8_storage (8 bits, computed in the training dtype); true means qfloat8",
         on_resume="must match", overrides="quantize", needed_by="many", on_card=True,
-        compared_as="model.quantize",
-        also_called=("quant",))
+        compared_as="model.quantize", also_called=("quant",))
     text_encoder_quantize: AutoQuantized = setting(False,
         "the same for the text encoder; auto: as the cache's entries were made, else the most exact "
         "of none, 8 and 4 bits that fits the memory",
@@ -420,11 +421,10 @@ class PredictLora(Section):
         on_resume="recomputed", ge=-100, le=100)
     name: str | None = setting(None, "adapter name; default from the file", on_resume="recomputed")
 
-# %% ../../nbs/core/06c_sections.ipynb #6b8c3101
+# %% ../../nbs/core/06c_sections.ipynb #6b8c3102
 def _lora_paths(v):
     return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v] if isinstance(v, list) else v
 
-# %% ../../nbs/core/06c_sections.ipynb #6b8c3102
 class PredictSection(Section):
     "Prediction."
     devices: PredictDevices = Field(default_factory=PredictDevices)

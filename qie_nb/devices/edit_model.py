@@ -90,8 +90,10 @@ class EditModel(Components):
         release:bool|str=WHEN_NEEDED, # delete files after they are quantized? yes, no, or this
         image_positions:str="3d", # as `model.image_positions`
         fp16:bool=False, # products of the transformer's blocks in scaled float16?
+        transformer_file:str=None, # as `model.transformer_file`
     ):
-        super().__init__(name, dtype, variant, devices, quantize, revision, release, image_positions)
+        super().__init__(name, dtype, variant, devices, quantize, revision, release, image_positions,
+                         transformer_file)
         self.offload = tuple(offload)
         self.fp16 = fp16
         self.built = [] # names, in the order of loading
@@ -119,7 +121,9 @@ class EditModel(Components):
         model = cls(c.pretrained_model_name_or_path, getattr(torch, plan.dtype.value), c.variant,
                     dict(transformer=torch.device(plan.device.value)), quantize, c.revision,
                     ["text_encoder"] if c.text_encoder_offload else [], plan.delete_shards.value,
-                    c.image_positions, fp16)
+                    c.image_positions, fp16, c.transformer_file)
+        if model.file is not None:
+            print(f"transformer: {model.file}; taken for {model.variant.name}", flush=True)
         model.follow_saved_quantization("transformer", "text_encoder")
         model.keep_weights_as(config, plan.sharded.value)
         return model
@@ -189,7 +193,7 @@ class EditModel(Components):
         for n in names or {*self.quantize, *self.offload}:
             setting = quantize_setting(n)
             quantization = check_quantization(self.quantize.get(n), self.device_for(n), setting)
-            check_saved_quantization(self.folder/n, quantization, self.dtype, setting)
+            check_saved_quantization(self.place_of(n), quantization, self.dtype, setting)
             if quantization and n in self.offload:
                 raise ValueError(f"`{setting}` {quantization} is incompatible with `model.{n}_offload`; "
                                  "choose one of them")

@@ -19,6 +19,7 @@ from ..core.files import cached_file_property, free_bytes, write_atomic
 from ..core.presets import MODEL
 from ..core.startup import on_kaggle
 from .loading import source_checkpoint, weight_files, weight_names
+from .single_file import own_weights
 
 # %% ../../nbs/models/00_hub.ipynb #01f32332
 INDEX = "model_index.json"
@@ -131,6 +132,7 @@ class HubModel:
         self.name, self.hub = name, hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
         self.announced = False # was the download's size printed?
+        self.unneeded = () # components whose weights are not downloaded
         self.store = own_home(os.environ)/"models"/f"{name.replace('/', '--')}@{self.commit[:12]}"
         self.record = self.store/"fetched.json"
 
@@ -141,6 +143,7 @@ class HubModel:
     def announce(self):
         "Print once, before the first large file: size, folder, free space, token and licence."
         weights = [p for p in self.files if re.fullmatch(r".+/[^/.]+\.safetensors", p)] # no .fp16
+        weights = [p for p in weights if p.partition("/")[0] not in self.unneeded]
         todo = sum(self.files[p] for p in weights if not self.has(p))
         if self.announced or not todo: return
         self.announced = True
@@ -251,9 +254,10 @@ class LocalShards:
     def __init__(self, folder):
         files = weight_files(folder)
         self.folder, self.names = Path(folder), [p.name for p in files]
+        self.files = {p.name: p for p in files}
         self.fingerprint = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
 
-    def get(self, name:str) -> Path: return self.folder/name
+    def get(self, name:str) -> Path: return self.files[name]
     def release(self, name:str): pass
 
 class ShardDownloader:
@@ -288,7 +292,7 @@ def transformer_digest(folder) -> str: # 16 hex digits
     config = json.loads(file.read_text()) if file.is_file() else {}
     settings = {k: v for k, v in config.items() if k not in _VOLATILE}
     parts = [f["sampled"] for f in origin["files"].values()] if origin else [
-        cached_file_property(p, "sampled digest", sampled_digest) for p in folder.glob("*.safetensors")]
+        cached_file_property(p, "sampled digest", sampled_digest) for p in own_weights(folder)]
     return hashlib.sha256(json.dumps([settings, sorted(parts)], sort_keys=True).encode()).hexdigest()[:16]
 
 def base_digest(folder) -> str: return transformer_digest(Path(folder)/"transformer") # of a model folder

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.display import Progress
+from .single_file import open_weights, pointed_file
 from .quantizations.known import NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name
 from .quantizations.known import quantizable_layers, quantize_linear
 
@@ -117,7 +118,9 @@ def weight_names(names, path) -> list: # path: function of a name
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e02
 def weight_files(folder) -> list: # paths, sorted
-    "Raises FileNotFoundError if one is missing."
+    "Raises FileNotFoundError if one is missing. A single file is one wherever it is."
+    single = pointed_file(folder)
+    if single: return [single]
     folder, names = Path(folder), source_checkpoint(folder).get("weights")
     check_names(names or (), folder/ORIGIN)
     names = names or weight_names([p.name for p in folder.glob("*")], folder.joinpath)
@@ -127,9 +130,10 @@ def weight_files(folder) -> list: # paths, sorted
     return [folder/n for n in sorted(names)]
 
 def stored_dtype(file): # the most frequent one of a safetensors file, or None
-    from safetensors import safe_open
-    with safe_open(file, "pt") as f: names = [f.get_slice(k).get_dtype() for k in f.keys()]
-    return dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16).get(max(names, key=names.count))
+    with open_weights(file) as f: names = [f.get_slice(k).get_dtype() for k in f.keys()]
+    known = dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+    known |= dict(F8_E4M3=torch.bfloat16, F8_E5M2=torch.bfloat16) # as they were before they were rounded
+    return known.get(max(names, key=names.count))
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d5e
 _MOVED = ((r"^visual\.", "model.visual."),
@@ -166,6 +170,17 @@ def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) 
     return module
 
 # %% ../../nbs/models/02_loading.ipynb #8192a3b4
+def loading_bar(
+    files:list, # of weights
+    large:bool, # are they one large file?
+    what:str, # to show
+) -> Progress: # None for a small checkpoint, which is read at once
+    "The progress of loading a component: its files, or the tensors of a large one."
+    if large:
+        with open_weights(files[0]) as f:
+            return Progress(len(f.keys()), what)
+    return Progress(len(files), what) if len(files) > 1 else None
+
 def load_quantized(
     cls, # a diffusers or transformers model class
     folder,
@@ -176,17 +191,18 @@ def load_quantized(
     placement=None, # replaces `device`, e.g. a `BlockSwapLoader`
 ) -> nn.Module: # frozen, in eval mode
     "Quantize each layer as its weights are read."
-    from safetensors import safe_open
     model = empty_model(cls, folder, dtype)
     if prepare: prepare(model)
     if placement: placement.prepare(model)
     device_of = placement.device if placement else lambda name: device
     todo, known = set(quantizable_layers(model)) if quantization else set(), model.state_dict().keys()
     saved, waiting, files = saved_quantization(folder), {}, weight_files(folder)
-    bar = Progress(len(files), f"{Path(folder).name} as {quantization or dtype}") if len(files) > 1 else None
+    large = pointed_file(folder) is not None # of which each tensor is a step
+    bar = loading_bar(files, large, f"{Path(folder).name} as {quantization or dtype}")
     for file in files:
-        with safe_open(file, "pt") as f:
+        with open_weights(file) as f:
             for key in f.keys():
+                if large: bar.update()
                 owner, new = re.sub(r"\.(weight\..*|[^.]*)$", "", key), None
                 if saved and owner in todo:
                     linear, parts = model.get_submodule(owner), waiting.setdefault(owner, {})
@@ -205,7 +221,7 @@ def load_quantized(
                     todo.remove(owner)
                     trim_malloc()
                 if placement: placement.settle(model, owner)
-        if bar: bar.update()
+        if bar and not large: bar.update()
     if bar: bar.close()
     model = _finish(model, folder, device_of)
     return placement.finish(model) if placement else model
@@ -228,11 +244,10 @@ def component_bytes(
     table:bool=False, # without the modulation layers?
 ) -> int:
     "Bytes of a component's weights in memory, from the headers of its files; 0 without files."
-    from safetensors import safe_open
     files, total = weight_files(folder), 0
     if saved_quantization(folder): return sum(p.stat().st_size for p in files)
     for file in files:
-        with safe_open(file, "pt") as f:
+        with open_weights(file) as f:
             for n in f.keys():
                 shape = f.get_slice(n).get_shape()
                 if n.startswith(UNUSED) or table and any(f".{s}." in n for s in STREAMS): continue

@@ -20,6 +20,7 @@ from ..core.cache_entries import MODULATION, entry_bytes
 from ..core.files import file_lock
 from ..core.display import Progress
 from .loading import STREAMS, weight_files
+from .single_file import open_weights
 from .quantizations.known import dtype_name
 
 # %% ../../nbs/models/05_modulation.ipynb #278b70d5
@@ -50,8 +51,7 @@ def table_pays(
 
 # %% ../../nbs/models/05_modulation.ipynb #c42681ef
 def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is indexed}
-    from safetensors import safe_open
-    files = [safe_open(p, "pt") for p in weight_files(folder)]
+    files = [open_weights(p) for p in weight_files(folder)]
     return {k: f.get_slice(k) for f in files for k in f.keys()}
 
 # %% ../../nbs/models/05_modulation.ipynb #c4268101

@@ -24,6 +24,7 @@ from .loading import (ORIGIN, check_missing, check_serializable, empty_model, pa
                                    stored_dtype, trim_malloc)
 from .modulation import (ModulationTable, block_rows, time_embeddings, use_modulation_table,
                                       uses_modulation)
+from .single_file import open_weights
 from .quantizations.known import QUANTIZATIONS, advised, dtype_name, quantizable_layers
 from .quantizations.known import quantize_linear
 
@@ -115,13 +116,12 @@ def _save(tensors, path):
 @patch
 def quantize_file(self:ShardQuantizer,
     path, work:Path, number:int, part_bytes:int) -> list: # names of the files
-    from safetensors import safe_open
     names = []
     def write():
         names.append(f"part-{number:05}-{len(names) + 1:02}.safetensors")
         _save(self.ready, work/names[-1])
         self.ready = {}
-    with safe_open(path, "pt") as f:
+    with open_weights(path) as f:
         for key in f.keys():
             self.add(key, f.get_tensor(key))
             if sum(t.nbytes for t in self.ready.values()) >= part_bytes: write()
@@ -220,7 +220,7 @@ def modulation_table_bytes(sets, config:dict, dtype) -> int:
 # %% ../../nbs/models/06_prequantize.ipynb #b8df76f9
 def _copied_components(components, encoders:bool) -> dict: # {component: quantization, or None}
     "Raises ValueError if a prequantized copy cannot be made."
-    if any(source_checkpoint(components.folder/n) for n in ("transformer", "text_encoder")):
+    if any(source_checkpoint(components.place_of(n)) for n in ("transformer", "text_encoder")):
         raise ValueError(f"{components.name!r} is a prequantized copy already; use it as it is")
     out, leave = {}, ", or leave the encoders out (encoders=False)"
     for n in ("transformer", "text_encoder")[:1 + encoders]:
@@ -281,7 +281,7 @@ def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of plain we
             settings = json.loads((config/"config.json").read_text())
             table = sizes["modulation table"] = modulation_table_bytes(sets, settings, table_dtype)
     need, free = sum(sizes.values()) + table, detect_environment().free_space(folder, free_bytes)
-    for n in todo if c.hub else (): c.hub.check_disk_space(n, need)
+    for n in filter(c.downloads, todo): c.hub.check_disk_space(n, need)
     parts = ", ".join(f"{n} {format_bytes(size)}" for n, size in sizes.items())
     if need > free:
         raise OSError(f"{str(folder)!r} has {format_bytes(free)} free, but the copy needs "

@@ -415,7 +415,8 @@ def plan(
     if gpu is None and c.preset not in (None, "tiny"): gpu = parse_gpu(c.preset)
     machine = machine or machine_with(gpu)
     facts = ModelFacts(transformer or t, variant=variant.name, areas=areas)
-    stored = stored_quantization(model or c.model.pretrained_model_name_or_path)
+    named = dict(pretrained_model_name_or_path=model, transformer_file=None) if model else {}
+    stored = stored_quantization(c.model.model_copy(update=named))
     so_far = SoFar("cuda:0" if gpu else "cpu", quantize=stored)
     pairs = pairs or pairs_of(c)
     counted = PairFacts(pairs, pairs) # as if each had a control image of its own

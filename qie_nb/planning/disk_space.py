@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from ..config import Config, TrainSection, make_config
+from ..config import Config, ModelSection, TrainSection, make_config
 from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
 from ..core.environment import (
@@ -20,9 +20,10 @@ from ..core.environment import (
 from ..core.files import DiskFull, free_bytes
 from ..core.settings import MOST
 from ..core.cache_layers import may_hold_cache
-from ..models.components import Variant, native_areas, resolve_model
+from ..models.components import Components, Variant, native_areas, resolve_model
 from ..models.hub import ATTACH
 from ..models.loading import source_checkpoint
+from ..models.single_file import single_file
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
 from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
 from .decisions import AUTO, choose_delete_shards, choose_length
@@ -170,7 +171,8 @@ def table_bytes(
 ) -> int: # 0 if no table is made, or a prequantized copy has one
     from qie_nb.models.modulation import training_times
     folder = model_folder(config.model.pretrained_model_name_or_path)
-    if not q.table or source_checkpoint(folder/"transformer").get("table"): return 0
+    has_one = not config.model.transformer_file and source_checkpoint(folder/"transformer").get("table")
+    if not q.table or has_one: return 0
     dtype = row_dtype(config, q.base_bytes)
     times = len(training_times(dtype)) + q.zero_cond
     rows = times + sizes * sum(config.model.modulation_table_steps)
@@ -241,11 +243,29 @@ LARGEST_FILE = dict(text_encoder=4.97e9, transformer=9.99e9) # of the published 
 
 def is_local(name:str) -> bool: return model_folder(name).is_dir()
 
+def file_problem(
+    model:ModelSection,
+) -> str: # "" if it can be read, or none is set
+    "Why `model.transformer_file` cannot be used, as far as the files that are there tell it."
+    name = model.pretrained_model_name_or_path
+    if not model.transformer_file:
+        return ""
+    try:
+        file = single_file(model.transformer_file)
+        file.check(model_facts(name, model.variant).transformer)
+        if is_local(name):
+            Components(name, variant=model.variant, transformer_file=model.transformer_file)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
 def _deletable(config, q) -> dict: # {component: its quantization}
     "The components whose downloaded files can be deleted once they are quantized."
     wanted = config.model.text_encoder_quantize
     text = advised("8 bits without float8") if wanted == AUTO else parse_quantization(wanted)
-    kinds = dict(text_encoder=text, transformer=q.quantization)
+    kinds = dict(text_encoder=text)
+    if not config.model.transformer_file:
+        kinds["transformer"] = q.quantization
     return {part: kind for part, kind in kinds.items() if kind and not QUANTIZATIONS[kind].unsaved()}
 
 def _copy_bytes(config, q, part:str, kind:str) -> int:
@@ -287,7 +307,9 @@ def download_items(
     folder = hub_downloads(env)
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
     have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
-    sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
+    sizes = dict(ENCODERS)
+    if not config.model.transformer_file:
+        sizes["transformer"] = 2 * parameters(replace(q, table=False))
     quantized = _deletable(config, q) if delete else {}
     whole = [Item(f"download {part}", max(0, int(size) - have(part)), folder, "missing files", "downloads")
              for part, size in sizes.items() if part not in quantized]

@@ -24,7 +24,7 @@ from ..models.components import Components
 from ..models.hub import offline_advice
 from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
-from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, is_local, model_areas
+from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, file_problem, is_local, model_areas
 from .memory import block_bytes, memory_query, model_facts, parameters
 from .decisions import memory_text
 from .facts import (
@@ -142,12 +142,11 @@ def version_findings(m:MachineInfo, c:Config=None) -> list: # of `Finding`
         add(package, "error", f"`model.quantize` {kind} needs it: pip install {package}")
     return [Finding("python", platform.python_version()), *out.values()]
 
-# %% ../../nbs/planning/04_doctor.ipynb #37107674
+# %% ../../nbs/planning/04_doctor.ipynb #37107601
 def _query(c): return memory_query(c, model_facts(c.model.pretrained_model_name_or_path)[0])
 
 def _is_large(c:Config) -> bool: return bool(c) and parameters(_query(c)) > 1e9 # not a tiny model
 
-# %% ../../nbs/planning/04_doctor.ipynb #37107601
 def gpu_findings(m:MachineInfo, c:Config=None) -> list:
     many = len(m.gpus) > 1
     if m.gpus: return [f for i, g in enumerate(m.gpus) for f in _gpu(f"GPU {i}" if many else "GPU", g, m, c)]
@@ -177,7 +176,7 @@ def _gpu(name, g, m, c) -> list:
     return [Finding(name, value),
             Finding(f"{name} bfloat16", "emulated, so slow" if g.emulated else "none", "warning", remedy)]
 
-# %% ../../nbs/planning/04_doctor.ipynb #a3873ad0
+# %% ../../nbs/planning/04_doctor.ipynb #a3873a02
 LEAST = 12_000_000_000 # bytes of host memory
 
 def memory_findings(m:MachineInfo, c:Config=None) -> list:
@@ -195,7 +194,6 @@ def memory_findings(m:MachineInfo, c:Config=None) -> list:
     remedy = "loading the real model needs 12 GB; offload nothing"
     return [Finding("host memory", value, "warning" if large or not c else "note", remedy)]
 
-# %% ../../nbs/planning/04_doctor.ipynb #a3873a02
 def disk_findings(m:MachineInfo, c:Config=None, planned=None) -> list: # `planned`: `DiskPlan`
     e, out, large = m.environment, [], not c or _is_large(c)
     folders = {"working folder": e.working}
@@ -258,14 +256,13 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     own = parts.identity()
     return out | dict(vae=own["vae"], text_encoder=own["text_encoder"].rpartition("-")[0])
 
-# %% ../../nbs/planning/04_doctor.ipynb #f58fd201
+# %% ../../nbs/planning/04_doctor.ipynb #f58fd202
 def _differing(manifest, mine) -> list: # keys; the text encoder's identity may end with its quantization
     def same(k, v):
         if k == "model": return manifest.get(k) != "tiny" # an attached folder may have any name
         return str(manifest.get(k)).startswith(v) if k == "text_encoder" else manifest.get(k, v) == v
     return [k for k, v in mine.items() if not same(k, v)]
 
-# %% ../../nbs/planning/04_doctor.ipynb #f58fd202
 def cache_misfit(
     folder, # of a cache
     config, # `Config` or dict
@@ -472,13 +469,12 @@ def _plan(c, m):
     try: return plan(c, first_kind(m.gpus), machine=m.facts() if m.gpus else None)
     except ValueError: return None # model files; reported when they are read
 
-# %% ../../nbs/planning/04_doctor.ipynb #48085701
+# %% ../../nbs/planning/04_doctor.ipynb #48085702
 def _disk(c, m):
     base_bytes = 4 if _run(m, c).dtype.value == "float32" else 2
     try: return replace(disk_plan(c, m.environment, base_bytes=base_bytes), free=m.free)
     except (ValueError, OSError): return None # data set; another finding reports it
 
-# %% ../../nbs/planning/04_doctor.ipynb #48085702
 def doctor(
     config=None, # `Config` or dict; None checks only the machine
     machine:MachineInfo=None, # default this one
@@ -488,8 +484,12 @@ def doctor(
     "Checks a machine and a configuration, and plans the run."
     c = None if config is None else make_config(config)
     m = machine or this_machine(internet=internet)
+    bad = file_problem(c.model) if c else ""
+    if bad: # what follows does without it
+        c = c.model_copy(update=dict(model=c.model.model_copy(update=dict(transformer_file=None))))
     disk = _disk(c, m) if c and plans else None
-    found = disk_findings(m, c, disk)
+    found = [Finding("transformer", "cannot be read", "error", bad)] if bad else []
+    found += disk_findings(m, c, disk)
     for check in (gpu_findings, memory_findings, cache_findings, hub_findings, position_findings,
                   version_findings, environment_findings): found += check(m, c)
     error = any(f.level == "error" for f in found) # peft's import may fail

@@ -26,6 +26,7 @@ from ..core.startup import under_wsl
 from ..data.samples import control_images
 from ..devices.placement import device_name, devices_of_loaded
 from ..models.loading import free_device_bytes, work_bytes
+from ..models.single_file import own_weights
 
 
 # %% ../../nbs/planning/00_facts.ipynb #bbb1f061
@@ -342,14 +343,14 @@ def facts_of_model(
     components, # `Components`
 ) -> ModelFacts: # None without a transformer
     "The facts of a model folder; nothing is downloaded."
-    folder, variant = components.folder/"transformer", components.variant
+    folder, variant = components.place_of("transformer"), components.variant
     if not (folder/"config.json").is_file():
         return None
     shape = json.loads((folder/"config.json").read_text())
     rows = "bfloat16"
-    if any(folder.glob("*.safetensors")):
+    if own_weights(folder):
         rows = str(components.row_dtype(folder)).removeprefix("torch.")
-    elif not components.hub:
+    elif not components.downloads("transformer"):
         return None
     return ModelFacts(shape, variant.modulation_table, rows, variant.name, dict(components.areas))
 

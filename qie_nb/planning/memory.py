@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from fastcore.basics import patch
 
-from ..config import OptimizerSection
+from ..config import ModelSection, OptimizerSection
 from ..core.choice import NEVER
 from ..core.display import table_html, text_table
 from ..core.presets import VARIANT_NAMES
@@ -24,6 +24,7 @@ from ..lora.adapters import UNUSED, is_target, target_modules
 from ..models.components import VARIANTS, Variant, resolve_model
 from ..models.loading import saved_quantization, stored_dtype
 from ..models.modulation import STREAMS
+from ..models.single_file import own_weights, single_file
 from ..models.quantizations.known import QUANTIZATIONS, dtype_name, parse_quantization
 from ..models.variants.base import transformer_config, variant_named, variant_of_folder
 from . import facts as planned
@@ -75,8 +76,9 @@ def stream_tokens(q:MemoryQuery) -> dict: # of a batch
 
 # %% ../../nbs/planning/01_memory.ipynb #5afca680
 def row_dtype(config, base_bytes:int) -> torch.dtype: # of a modulation table, as `Components.row_dtype`
-    folder = model_folder(config.model.pretrained_model_name_or_path)/"transformer"
-    files = sorted(folder.glob("*.safetensors"))
+    m = config.model
+    single = [single_file(m.transformer_file).path] if m.transformer_file else []
+    files = single or own_weights(model_folder(m.pretrained_model_name_or_path)/"transformer")
     run = torch.float32 if base_bytes == 4 else torch.bfloat16
     own = stored_dtype(files[0]) if files else torch.bfloat16 # Qwen's
     return min(run, own or run, key=lambda d: d.itemsize)
@@ -104,8 +106,9 @@ def model_folder(name:str) -> Path: # may be missing
     return resolve_model(name) if name == "tiny" else Path(name).expanduser()
 
 # %% ../../nbs/planning/01_memory.ipynb #5afca602
-def stored_quantization(name:str) -> str: # of a prequantized copy, else None
-    return saved_quantization(model_folder(name)/"transformer")
+def stored_quantization(model:ModelSection) -> str: # of a prequantized copy, else None
+    folder = model_folder(model.pretrained_model_name_or_path)/"transformer"
+    return None if model.transformer_file else saved_quantization(folder)
 
 # %% ../../nbs/planning/01_memory.ipynb #5afca603
 def memory_query(
@@ -118,7 +121,7 @@ def memory_query(
     m, d, t, heads = config.model, config.data, transformer, transformer["num_attention_heads"]
     precision = config.train.mixed_precision
     base_bytes = base_bytes or (4 if precision in ("no", "fp16") else 2)
-    kind = parse_quantization(m.quantize) or stored_quantization(m.pretrained_model_name_or_path)
+    kind = parse_quantization(m.quantize) or stored_quantization(m)
     fields = dict(layers=t["num_layers"], heads=heads, dim=heads * t["attention_head_dim"],
                   text_dim=t["joint_attention_dim"], channels=t["in_channels"],
                   zero_cond=bool(t.get("zero_cond_t")), batch=d.batch_size, quantization=kind,

@@ -169,8 +169,10 @@ def _model_misfit(config, state) -> str:
     old = value_of(state.get("config"), "model.pretrained_model_name_or_path") or name
     other = f"which belongs to a run with another model ({Path(old).name})"
     if (folder := model_folder(name)).is_dir():
-        variant = Components(name, variant=config.model.variant).variant.name
-        return other if was and was != f"{variant} {base_digest(folder)}" else ""
+        m = config.model
+        parts = Components(name, variant=m.variant, transformer_file=m.transformer_file)
+        now = f"{parts.variant.name} {base_digest(parts.place_of('transformer').parent)}"
+        return other if was and was != now else ""
     return other if old != name and not Path(old).is_absolute() else "" # a folder may hold the same model
 
 def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}

@@ -21,6 +21,7 @@ from ..models import prequantize
 from ..models.components import check_weights
 from ..models.hub import component_class, transformer_digest
 from ..models.loading import empty_model, source_checkpoint
+from ..models.single_file import own_weights
 from ..models.modulation import (ModulationTable, extra_timesteps, model_timesteps, training_times,
                                       uses_modulation)
 from ..sampling.denoising import sampling_schedule
@@ -60,20 +61,20 @@ class RunTable:
 
     def transformer_config(self) -> dict:
         "The transformer's config.json."
-        folder = self.components.folder
-        if not self.components.hub: check_weights(folder, "transformer")
-        return json.loads((folder/"transformer/config.json").read_text())
+        folder = self.components.place_of("transformer")
+        if not self.components.downloads("transformer"): check_weights(folder.parent, "transformer")
+        return json.loads((folder/"config.json").read_text())
 
     def _layers(self):
         "The names of the transformer's linear layers."
-        folder = self.components.folder
-        empty = empty_model(component_class(folder, "transformer")[1], folder/"transformer")
+        folder = self.components.place_of("transformer")
+        empty = empty_model(component_class(folder.parent, "transformer")[1], folder)
         return [n for n, m in empty.named_modules() if hasattr(m, "in_features")]
 
     def _has_rows(self):
         "Are the rows for training there, or weights to compute them?"
-        local = not self.components.hub
-        origin = source_checkpoint(self.components.folder/"transformer")
+        local = not self.components.downloads("transformer")
+        origin = source_checkpoint(self.components.place_of("transformer"))
         if not (local and origin and not origin["table"]): return True
         table = self.empty_table()
         return all([table.find(times) for times in self._training_sets(table.dtype)])
@@ -206,7 +207,7 @@ class RunTable:
     def _is_needed(self, cache=None):
         "Will a run use a table that can be computed here?"
         c = self.config
-        here = any((self.components.folder/"transformer").glob("*.safetensors")) # precompute downloads none
+        here = own_weights(self.components.place_of("transformer")) # precompute downloads none
         cached = cache is not None or c.cache.use_cache and c.cache.cache_dir
         if not (here and cached and self.setting() != NEVER): return False
         why = self.why_layers()

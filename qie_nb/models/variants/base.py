@@ -74,6 +74,7 @@ class Variant:
     patch = 2             # latent pixels of a token along one side
     sees_images = True    # does a prompt's embedding depend on the control images?
     modulation_table = False # is the modulation a function of the timestep alone, in every block?
+    file_mark = ""        # a tensor by which ComfyUI's file of this transformer differs from others'
     unused_layers = ()    # of the last block: they do not influence the image
 
     def __init_subclass__(cls, **kw):
