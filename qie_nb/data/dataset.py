@@ -105,7 +105,8 @@ class ImageDataset(Dataset):
         self.areas = {} # the model's image areas
         self._masks = {} # {(sample id, size of the target): weights}
         self.refresh()
-        if isinstance(self.found, Samples) and self.skipped: print_first(self.skipped_text())
+        if isinstance(self.found, Samples) and self.skipped:
+            print_first(self.skipped_text())
         if samples is None: self.found.print_notes()
 
     def __len__(self) -> int:

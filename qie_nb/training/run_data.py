@@ -189,7 +189,8 @@ class RunData:
         said = f"data set: {dataset.found}" if isinstance(dataset.found, Samples) else ""
         marks = dataset.size_marks()
         if marks: said += f"\nlook at these pairs with sample_viewer: {marks}"
-        if said and said != self.said : print_first(said.strip())
+        if said and said != self.said:
+            print_first(said.strip())
         self.said = said
 
     def _hold_out(self, dataset):
