@@ -229,6 +229,46 @@ def test_a_narrow_page_cuts_nothing_off(opened):
             assert found["x"] >= area["x"] and found["x"] + found["width"] <= right
 
 
+PROPOSE = '''
+import tempfile
+from pathlib import Path
+from qie_nb.extras.instructions import write_instructions
+from qie_nb.tiny.photos import make_pairs
+from qie_nb.tiny.random_models import save_tiny
+from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.widgets import sample_viewer
+work = Path(tempfile.mkdtemp())
+folder = make_pairs(work/"pairs", "duotone", 3)
+(folder/"training_images"/"0000.txt").write_text("my own words")
+trainer = QwenImageEditTrainer(dict(
+    preset="tiny", model=dict(pretrained_model_name_or_path=str(save_tiny("2511", work/"model"))),
+    data=dict(dataset_path=str(folder)), train=dict(output_dir=str(work)),
+    cache=dict(cache_dir=str(work/"cache")), logging=dict(log_dir=str(work/"runs"))))'''
+LEFT_IN_MEMORY = "print('in memory:', sorted(trainer.components.loaded), (folder/'training_images'/'0000.txt').read_text())"
+
+
+@pytest.mark.weekly
+def test_the_viewer_proposes_instructions(opened):
+    page = opened("propose", [PROPOSE, "sample_viewer(trainer.config, model=trainer)", LEFT_IN_MEMORY,
+                              "write_instructions(trainer)", "write_instructions(trainer, overwrite=True, dry_run=True)"])
+    page.kernel().run_all()
+    assert not page.errors()
+    said = "".join(o.get("text", "") for o in page.outputs())
+    area = page.page.locator(".jp-OutputArea-output textarea:visible").first
+    assert "my own words" in said and area.input_value() != "", "kept, and shown"
+    page.page.locator("button:has-text('propose an instruction')").first.click()
+    seen(page, "proposed, not saved: correct it, then save it")
+    proposed = area.input_value()
+    assert proposed not in ("", "my own words")
+    page.keep("proposed")
+    page.page.locator("button:has-text('save caption')").first.click()
+    seen(page, "this pair is encoded again in the next run")
+    page.page.locator("button:has-text('undo')").first.click()
+    seen(page, "is as before")
+    assert re.search(r"in memory: \[[^\]]*\]", said) and "text_encoder" not in said
+    seen(page, "3 kept"), seen(page, "3 proposed")
+
+
 TRAIN = '''
 import tempfile
 from pathlib import Path
