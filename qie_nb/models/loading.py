@@ -202,7 +202,8 @@ def load_quantized(
     for file in files:
         with open_weights(file) as f:
             for key in f.keys():
-                if large: bar.update()
+                if large:
+                    bar.update()
                 owner, new = re.sub(r"\.(weight\..*|[^.]*)$", "", key), None
                 if saved and owner in todo:
                     linear, parts = model.get_submodule(owner), waiting.setdefault(owner, {})
