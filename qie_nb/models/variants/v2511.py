@@ -17,6 +17,6 @@ class V2511(V2509):
     published_name = "Qwen-Image-Edit-2511"
     hub_mark = "2511"
     zero_cond_t = True
-    file_mark = "__index_timestep_zero__" # ComfyUI, comfy/ldm/qwen_image/model.py
+    file_mark = "__index_timestep_zero__" # in the files for ComfyUI
     comfyui = replace(V2509.comfyui, name="2511", unet="qwen_image_edit_2511_bf16.safetensors",
                       controls_at_zero=True)
