@@ -225,6 +225,23 @@ def test_a_dry_run_writes_nothing(fake, tmp_path):
     assert not captions(root) and not (root/JOURNAL).exists() and shown.summary() == "4 proposed"
 
 
+def test_a_file_that_the_data_set_would_not_read_is_taken_back(fake, tmp_path, monkeypatch):
+    root = bare_pairs(tmp_path/"pairs")
+    monkeypatch.setattr(instructions, "_read_back", lambda data, name: "")
+    with pytest.raises(ValueError, match="is not read as the caption of pair '0000'; arrange the images as"):
+        write_instructions(trainer_of("tiny", root, tmp_path))
+    assert not captions(root)
+
+
+def test_the_data_set_is_listed_a_few_times_for_many_pairs(fake, tmp_path, monkeypatch):
+    root = bare_pairs(tmp_path/"pairs", 12)
+    listed = []
+    real = instructions.config_samples
+    monkeypatch.setattr(instructions, "config_samples", lambda data: listed.append(1) or real(data))
+    write_instructions(trainer_of("tiny", root, tmp_path))
+    assert len(listed) == 2, "before, and once to see that a file is read"
+
+
 def test_undo_leaves_a_caption_that_was_edited_since(fake, tmp_path):
     root = bare_pairs(tmp_path/"pairs")
     write_instructions(trainer_of("tiny", root, tmp_path))
