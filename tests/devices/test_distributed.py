@@ -41,6 +41,11 @@ def maker(folder):
     return config
 
 
+def without_hashes(header):
+    "Tensors that agree within rounding have other hashes."
+    return {key: text for key, text in header.items() if "hash" not in key}
+
+
 def agrees(lora, trainer):
     "The saved LoRA file is, to rounding, the one that this trainer saves."
     own = lora.with_name(f"{lora.name}_of_one")
@@ -49,7 +54,8 @@ def agrees(lora, trainer):
     a, b = load_file(one), load_file(two)
     assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max().item() for k in a) < 1e-6
     assert max(v.abs().max().item() for k, v in b.items() if "lora_B" in k) > 1e-3, "training must change the adapter"
-    with safe_open(one, "pt") as f, safe_open(two, "pt") as g: assert f.metadata() == g.metadata()
+    with safe_open(one, "pt") as f, safe_open(two, "pt") as g:
+        assert without_hashes(f.metadata()) == without_hashes(g.metadata())
 
 
 DDP = dict(ema_decay=0.9, gradient_checkpointing=False, stratified_timesteps=True)
