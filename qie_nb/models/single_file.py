@@ -123,7 +123,7 @@ def layer_formats(
                 f.seek(tensors[name].begin)
                 text = f.read(tensors[name].end - tensors[name].begin)
                 out[name.removesuffix(".comfy_quant")] = dict(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise refusal(path, "has a damaged description of its quantization", AGAIN) from None
     return out
 

@@ -92,7 +92,7 @@ def read_header(path:Path) -> Header:
         entries = json.loads(text)
         metadata = entries.pop("__metadata__", {})
         tensors = {name: _stored(entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise refusal(path, "has a damaged header", AGAIN) from None
     needed = max((t.end for t in tensors.values()), default=0)
     if needed > size:
