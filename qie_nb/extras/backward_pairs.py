@@ -136,8 +136,8 @@ class BackwardPairs(Display):
         "The images in rows, those that were not used with the reason."
         rows = []
         for p in self.pairs:
-            before, after = (open_image(file).convert("RGB") for file in files_of(self.folder, p.name, p.kept))
-            rows.append((p.name, [(before, p.why or "kept"), (after, "")]))
+            images = [open_image(file).convert("RGB") for file in files_of(self.folder, p.name, p.kept)]
+            rows.append((p.name, list(zip(images, (p.why or "kept", "")))))
         return f"<div>{self.summary()}</div>{image_rows(['before, made', 'after, yours'], rows)}"
 
     def build(self):
