@@ -160,7 +160,7 @@ def pairs_from_results(
     undo:str, # instruction that undoes the effect, for the model
     instruction:str, # of the pairs: what makes the effect
     out:str|Path, # folder of the data set; an earlier session's is continued
-    **sampling, # of `predict`: num_inference_steps, true_cfg_scale, schedule, seed
+    **sampling:object, # of `predict`: num_inference_steps, true_cfg_scale, schedule, seed
 ) -> BackwardPairs:
     "Make the image before of each finished image, check it, and write a data set."
     for name, text in (("undo", undo), ("instruction", instruction)):
