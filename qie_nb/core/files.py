@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['atomic_path', 'write_atomic', 'collector_paused', 'is_invisible', 'visible', 'letter_name', 'nfc', 'printable', 'few',
-           'file_name', 'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file']
+           'file_name', 'is_address', 'unquoted', 'path_from', 'typed_path', 'is_path', 'check_result_file',
+           'append_record', 'read_records']
 
 # %% ../../nbs/core/00_files.ipynb #b9158b82
 import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile
@@ -396,3 +397,26 @@ def check_result_file(out:str) -> Path:
         raise ValueError(f"`--out` {out!r} cannot be written ({e.strerror}); "
                          "name another file") from None
     return file
+
+# %% ../../nbs/core/00_files.ipynb #2883d834
+def append_record(
+    path:str|Path,
+    values:dict, # plain values
+):
+    "Note something done, on a line of its own."
+    with open(path, "a", encoding="utf-8") as f:
+        f.write("\n" + json.dumps(values) + "\n")
+
+def read_records(path:str|Path) -> list: # of dicts, in their order
+    "What was noted; [] without a file. Lines that are no JSON objects are left out."
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    found = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(values, dict):
+            found.append(values)
+    return found

@@ -7,7 +7,6 @@ __all__ = ['COARSE', 'LEAST_LIKENESS', 'LEAST_CHANGE', 'RECORD', 'REJECTED', 'li
            'read_record', 'files_of', 'BackwardPairs', 'pairs_from_results']
 
 # %% ../../nbs/extras/06_backward_pairs.ipynb #f38b4cdc
-import json
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from ..core.display import Display, Progress, image_rows, text_table
-from ..core.files import write_atomic
+from ..core.files import append_record, path_from, read_records, write_atomic
 from ..data.alignment_check import new_folder
 from ..data.images import crop_to, open_image, source_digest
 from ..data.listing import is_image
@@ -81,21 +80,19 @@ class BackwardPair(NamedTuple):
     name: str
     source: str # digest of the finished image
     undo: str
+    instruction: str
     kept: bool
     why: str
     change: float
     likeness: float
 
 def read_record(folder:Path) -> dict: # {(source, undo): `BackwardPair`}
-    "What an earlier session has made; a line that was cut off is left out."
-    path = folder/RECORD
+    "What an earlier session has made."
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            pair = BackwardPair(**json.loads(line))
-        except (ValueError, TypeError):
-            continue
-        found[pair.source, pair.undo] = pair
+    for values in read_records(folder/RECORD):
+        if values.keys() == set(BackwardPair._fields):
+            pair = BackwardPair(**values)
+            found[str(pair.source), str(pair.undo)] = pair
     return found
 
 def files_of(
@@ -136,7 +133,10 @@ class BackwardPairs(Display):
         "The images in rows, those that were not used with the reason."
         rows = []
         for p in self.pairs:
-            images = [open_image(file).convert("RGB") for file in files_of(self.folder, p.name, p.kept)]
+            files = files_of(self.folder, p.name, p.kept)
+            if not all(file.is_file() for file in files):
+                continue # removed since
+            images = [open_image(file).convert("RGB") for file in files]
             rows.append((p.name, list(zip(images, (p.why or "kept", "")))))
         return f"<div>{self.summary()}</div>{image_rows(['before, made', 'after, yours'], rows)}"
 
@@ -166,8 +166,8 @@ def pairs_from_results(
     for name, text in (("undo", undo), ("instruction", instruction)):
         if not str(text).strip():
             raise ValueError(f"`{name}` is empty; write what to do with the image")
-    images = _images_in(Path(folder))
-    out = Path(out)
+    images = _images_in(path_from(folder, "`folder`"))
+    out = path_from(out, "`out`")
     if not (out/RECORD).is_file():
         out = new_folder(out)
     done = read_record(out)
@@ -176,9 +176,9 @@ def pairs_from_results(
     progress = Progress(len(images), "undo the effect")
     for path in images:
         source = source_digest(path)
+        name = path.stem if stems[path.stem] == 1 else path.name.replace(".", "_")
         pair = done.get((source, undo))
-        if pair is None:
-            name = path.stem if stems[path.stem] == 1 else path.name.replace(".", "_")
+        if pair is None or (pair.name, pair.instruction) != (name, instruction):
             pair = _make(trainer, path, name, source, undo, instruction, out, sampling)
         made.append(pair)
         progress.update()
@@ -194,12 +194,14 @@ def _make(
     after = crop_to(im, size)
     before = trainer.predict(after, undo, width=size[0], height=size[1], progress=False, **sampling)
     verdict = judge(before, np.asarray(after.resize(size, Image.Resampling.LANCZOS)))
+    caption = out/"training_images"/f"{name}.txt"
+    for file in (*files_of(out, name, not verdict.kept), caption):
+        file.unlink(missing_ok=True) # of an earlier trial with this image
     for file, image in zip(files_of(out, name, verdict.kept), (Image.fromarray(before), after)):
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file)
     if verdict.kept:
-        write_atomic(out/"training_images"/f"{name}.txt", f"{instruction.strip()}\n".encode())
-    pair = BackwardPair(name, source, undo, *verdict)
-    with open(out/RECORD, "a", encoding="utf-8") as record:
-        record.write("\n" + json.dumps(pair._asdict()) + "\n")
+        write_atomic(caption, f"{instruction.strip()}\n".encode())
+    pair = BackwardPair(name, source, undo, instruction, *verdict)
+    append_record(out/RECORD, pair._asdict())
     return pair

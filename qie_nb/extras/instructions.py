@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['HOW', 'MOST_TOKENS', 'MOST_ASKED', 'LONGEST', 'PLACEHOLDER', 'JOURNAL', 'question', 'common_question', 'chat',
            'as_instruction', 'Pair', 'pairs_of', 'check_head', 'add_head', 'writing_model', 'answers', 'Written',
-           'read_journal', 'write_one', 'undo_instructions', 'Instructions', 'check_asked', 'check_folder', 'seen_at',
-           'propose_instruction', 'write_instructions']
+           'is_caption_file', 'read_journal', 'write_one', 'undo_instructions', 'Instructions', 'check_asked',
+           'check_folder', 'seen_at', 'propose_instruction', 'write_instructions']
 
 # %% ../../nbs/extras/05_instructions.ipynb #c841b1b4
 import json, re
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,13 @@ from PIL import Image
 
 from ..config import DataSection
 from ..core.display import Display, Progress, table_html, text_table
-from ..core.files import write_atomic
+from ..core.files import append_record, path_from, read_records, write_atomic
 from ..core.presets import MODEL
 from ..core.text_files import read_text
 from ..data.images import open_image
+from ..data.listing import CAPTION_SUFFIXES
+from ..data.prompts import add_trigger
 from ..data.samples import config_samples
-from ..devices.edit_model import EditModel
 from ..models.loading import UNUSED, device_of, source_checkpoint, weight_files
 
 # %% ../../nbs/extras/05_instructions.ipynb #aee9f9b0
@@ -92,7 +93,7 @@ class Pair(NamedTuple):
     id: str
     images: tuple # paths, the after image last
     file: Path
-    was: str # text of the file; "" if there is none
+    was: str # text of the file, or of the one text for all; "" if there is none
 
 def pairs_of(
     data:DataSection,
@@ -107,12 +108,13 @@ def pairs_of(
         if not s.controls:
             continue # trained from a description, which is no instruction
         file = Path(s.target).with_suffix(".txt")
+        was = "" if s.prompt == add_trigger(PLACEHOLDER, data.trigger_word) else s.prompt
         if isinstance(s.prompt_from, Path):
             file = s.prompt_from
+            was = read_text(file).strip()
         elif not str(s.prompt_from).endswith(_NO_FILE):
             raise ValueError(f"the instructions of this data set are in {s.prompt_from}; write them there, or "
                              "use folders with an image before and after of each pair")
-        was = read_text(file).strip() if file.is_file() else ""
         pairs.append(Pair(s.id, (*map(Path, s.controls), Path(s.target)), file, was))
     return pairs
 
@@ -191,16 +193,22 @@ class Written(NamedTuple):
     text: str
     asked: str # how, language and prefix
 
+def is_caption_file(
+    name:object, # of the journal, relative to the folder
+) -> bool:
+    "Is it a caption file within the folder? Nothing else is ever undone."
+    if not isinstance(name, str):
+        return False
+    path = PurePosixPath(name)
+    inside = not path.is_absolute() and ".." not in path.parts and "\\" not in name
+    return inside and path.suffix in CAPTION_SUFFIXES
+
 def read_journal(folder:Path) -> list: # of `Written`, in the order of writing
-    "The journal of a folder; a line that a full disk cut off is left out."
-    path = folder/JOURNAL
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    "The journal of a folder, without lines that we cannot have written: a data set may be a stranger's."
     found = []
-    for line in lines:
-        try:
-            found.append(Written(**json.loads(line)))
-        except (ValueError, TypeError):
-            continue
+    for values in read_records(folder/JOURNAL):
+        if values.keys() == set(Written._fields) and is_caption_file(values["file"]):
+            found.append(Written(**values))
     return found
 
 def write_one(
@@ -211,25 +219,24 @@ def write_one(
 ):
     "Note what is about to be written, and write it."
     was = pair.file.read_bytes().decode("latin-1") if pair.file.is_file() else None
-    line = Written(pair.file.relative_to(folder).as_posix(), was, text, asked)
-    with open(folder/JOURNAL, "a", encoding="utf-8") as journal:
-        journal.write("\n" + json.dumps(line._asdict()) + "\n") # apart from a line that was cut off
+    line = Written(pair.file.absolute().relative_to(folder).as_posix(), was, text, asked)
+    append_record(folder/JOURNAL, line._asdict())
     write_atomic(pair.file, f"{text}\n".encode())
 
 def undo_instructions(
     folder:str|Path, # of the data set
 ) -> int: # files that are as before
     "Take back all instructions that were written here, except files that were edited since."
-    folder = Path(folder)
+    folder = path_from(folder, "the data set").absolute()
     undone = 0
     for line in reversed(read_journal(folder)):
         file = folder/line.file
-        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace").strip() != line.text:
+        if file.is_symlink() or not file.is_file() or file.read_text(encoding="utf-8", errors="replace").strip() != line.text:
             continue
         if line.was is None:
             file.unlink()
         else:
-            write_atomic(file, line.was.encode("latin-1"))
+            write_atomic(file, str(line.was).encode("latin-1", "replace"))
         undone += 1
     (folder/JOURNAL).unlink(missing_ok=True)
     return undone
@@ -339,13 +346,16 @@ def write_instructions(
     "Let the text encoder write the instructions of pairs into files beside the after images."
     check_asked(how, prefix, batch_size)
     data = trainer.config.data
-    folder = Path(str(data.dataset_path)).resolve()
     pairs = pairs_of(data)
+    folder = path_from(data.dataset_path, "`data.dataset_path`").absolute()
+    outside = [p.file for p in pairs if not p.file.absolute().is_relative_to(folder)]
+    if outside:
+        raise ValueError(f"{str(outside[0])!r} is outside of the data set {str(folder)!r}; copy its images there")
     asked = json.dumps([how, language, prefix])
     done = {folder/line.file: line.text for line in read_journal(folder) if line.asked == asked}
     todo = [p for p in pairs if not p.was]
     if overwrite:
-        todo = [p for p in pairs if not p.was or done.get(p.file.resolve()) != p.was]
+        todo = [p for p in pairs if not p.was or done.get(p.file.absolute()) != p.was]
     rows = {p.id: (p.id, p.was, p.was, "kept") for p in pairs}
     checked = False # is a file that was written read by the data set?
     if todo:
@@ -357,7 +367,7 @@ def write_instructions(
                 if not text:
                     state = "without an answer"
                 elif not dry_run:
-                    write_one(folder, pair._replace(file=pair.file.resolve()), text, asked)
+                    write_one(folder, pair, text, asked)
                     if not (pair.was or checked):
                         _check_read(data, pair, text)
                         checked = True

@@ -138,6 +138,32 @@ def test_another_undo_or_another_image_is_made_again(finished, tmp_path):
     assert len(t.asked) == 11
 
 
+def test_another_instruction_is_written_and_a_worse_result_is_no_pair_any_more(finished, tmp_path):
+    t = model()
+    pairs_from_results(t, finished, UNDO, DO, tmp_path/"pairs")
+    pairs_from_results(t, finished, UNDO, "turn it over", tmp_path/"pairs")
+    data = DataSection(dataset_path=str(tmp_path/"pairs"))
+    assert {s.prompt for s in config_samples(data)} == {"turn it over"}
+    worse = pairs_from_results(model(effect=lambda im: im), finished, "take it away", DO, tmp_path/"pairs")
+    assert worse.summary().startswith("0 of 5")
+    assert not [p for p in (tmp_path/"pairs").glob("*_images/*")]
+
+
+def test_a_home_folder_is_understood_in_every_session(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    t = model()
+    for _ in range(2):
+        pairs_from_results(t, "~/finished", UNDO, DO, "~/pairs")
+    assert len(t.asked) == 5 and (tmp_path/"pairs"/RECORD).is_file()
+
+
+def test_what_the_user_has_removed_is_not_shown(finished, tmp_path):
+    pairs_from_results(model(), finished, UNDO, DO, tmp_path/"pairs")
+    (tmp_path/"pairs"/"control_images"/"0.png").unlink()
+    page = pairs_from_results(model(), finished, UNDO, DO, tmp_path/"pairs").html()
+    assert page.count("<img") == 8
+
+
 def test_equal_stems_become_two_pairs(photographs, tmp_path):
     folder = tmp_path/"finished"
     folder.mkdir()

@@ -219,6 +219,39 @@ def test_captions_are_kept_unless_the_user_says_otherwise(fake, tmp_path):
     assert captions(root).keys() == {"0001.txt"} and mine.read_bytes() == b"\xef\xbb\xbfmine\r\n"
 
 
+@pytest.mark.parametrize("where", ["setting", "file"])
+def test_one_instruction_for_all_is_kept_too(where, fake, tmp_path):
+    root = bare_pairs(tmp_path/"pairs")
+    if where == "file":
+        (root/"prompt.txt").write_text("turn it into a sketch")
+    t = trainer_of("tiny", root, tmp_path, prompt="turn it into a sketch" if where == "setting" else None)
+    shown = write_instructions(t)
+    assert shown.summary() == "4 kept" and shown.rows[0][1] == "turn it into a sketch" and not fake
+    assert write_instructions(t, overwrite=True).summary() == "4 written"
+
+
+@pytest.mark.parametrize("file", ["../mine.txt", "/{root}/mine.txt", "a/../../mine.txt", "mine.py",
+                                  "..\\mine.txt", 3, None])
+def test_a_strangers_journal_changes_nothing_outside_or_of_another_kind(file, tmp_path):
+    root = bare_pairs(tmp_path/"pairs")
+    mine = [tmp_path/"mine.txt", root/"mine.py"]
+    for path in mine:
+        path.write_text("mine")
+    name = file.format(root=tmp_path) if isinstance(file, str) else file
+    lines = [dict(file=name, was=was, text="mine", asked="x") for was in (None, "spoiled")]
+    (root/JOURNAL).write_text("\n".join(map(json.dumps, lines)) + '\n' + '{"a":' * 100_000)
+    assert undo_instructions(root) == 0 and [path.read_text() for path in mine] == ["mine"] * 2
+
+
+def test_a_link_in_a_strangers_data_set_is_not_followed(tmp_path):
+    root = bare_pairs(tmp_path/"pairs")
+    (tmp_path/"mine.txt").write_text("mine")
+    (root/"link.txt").symlink_to(tmp_path/"mine.txt")
+    line = dict(file="link.txt", was="spoiled", text="mine", asked="x")
+    (root/JOURNAL).write_text(json.dumps(line))
+    assert undo_instructions(root) == 0 and (tmp_path/"mine.txt").read_text() == "mine"
+
+
 def test_a_dry_run_writes_nothing(fake, tmp_path):
     root = bare_pairs(tmp_path/"pairs")
     shown = write_instructions(trainer_of("tiny", root, tmp_path), dry_run=True)
@@ -344,12 +377,11 @@ def test_what_is_shown_is_escaped(tmp_path):
 
 def test_only_the_new_instructions_are_encoded_again(fake, tmp_path):
     root = write_pairs(tmp_path/"pairs", ((32, 32),) * 3)
-    (root/"training_images"/"0001.txt").unlink()
-    t = trainer_of("tiny", root, tmp_path, prompt="an instruction for all")
+    t = trainer_of("tiny", root, tmp_path)
     t.cache_embeddings()
+    (root/"training_images"/"0001.txt").unlink()
     write_instructions(t)
     after = trainer_of("tiny", root, tmp_path)
-    encoder = after.encoder()
     report = after.cache_embeddings()
     assert report.encoded == 1 and len(report.skipped) == 0
 
