@@ -13,6 +13,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+try:
+    import fcntl
+except ImportError: # Windows
+    fcntl = None
+
 # %% ../../nbs/core/10_folder_owner.ipynb #4560b422
 OWNER_FILE = ".qie_nb-owner.json" # in a folder, while a run holds it
 HEARTBEAT = 5. # seconds
@@ -127,7 +132,6 @@ class FolderOwner:
         self.lost = False # has another run taken the folder?
         self.made = [] # folders that were made for it, the innermost first
         self.ended = threading.Event()
-        _held.add(owner.token)
         threading.Thread(target=self.live, daemon=True, name="qie_nb owner").start()
 
     def live(self):
@@ -164,9 +168,35 @@ class FolderOwner:
 
 
 # %% ../../nbs/core/10_folder_owner.ipynb #2177ca71
+@contextmanager
+def _alone_in(folder:Path) -> Iterator[None]:
+    "Within, no other process changes who holds the folder, where the file system has locks; a killed process frees its lock."
+    with ExitStack() as stack:
+        with suppress(OSError): # no locks here, as on some network drives
+            if fcntl is not None:
+                opened = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, opened)
+                fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+
+def _publish(
+    draft:Path,
+    path:Path, # in the same folder
+) -> bool: # False if another process was faster
+    "Give a finished file its name, if no file has it."
+    with _alone_in(path.parent):
+        try:
+            os.link(draft, path) # fails if it exists
+        except FileExistsError:
+            return False
+        except OSError: # no links on this file system
+            if path.exists():
+                return False
+            os.rename(draft, path)
+        return True
+
 def _create(folder:Path) -> FolderOwner | None: # None if another process was faster
     "Create the file with its content, under a name that does not exist yet."
-    path = folder/OWNER_FILE
     draft = folder/f"{OWNER_FILE}.{uuid.uuid4().hex[:8]}"
     pid = os.getpid()
     try:
@@ -174,15 +204,11 @@ def _create(folder:Path) -> FolderOwner | None: # None if another process was fa
             owner = Owner(this_machine(), pid, process_start(pid), time.strftime("%Y-%m-%d %H:%M:%S"),
                           uuid.uuid4().hex, os.fstat(f.fileno()).st_ino, 0)
             f.write(owner.text())
-        try:
-            os.link(draft, path) # fails if it exists
-        except FileExistsError:
-            return None
-        except OSError: # no links on this file system
-            if path.exists():
-                return None
-            os.rename(draft, path)
-        return FolderOwner(folder, owner)
+        _held.add(owner.token) # before another thread can read the file
+        if _publish(draft, folder/OWNER_FILE):
+            return FolderOwner(folder, owner)
+        _held.discard(owner.token)
+        return None
     finally:
         with suppress(OSError):
             draft.unlink()
@@ -190,14 +216,11 @@ def _create(folder:Path) -> FolderOwner | None: # None if another process was fa
 def _remove_dead(folder:Path, owner:Owner|None):
     "Remove the file of a dead owner, but not that of one who came meanwhile."
     path = folder/OWNER_FILE
-    aside = folder/f"{OWNER_FILE}.{uuid.uuid4().hex[:8]}"
-    with suppress(OSError):
-        os.rename(path, aside)
-        found = owner_in(aside)
-        if found is not None and (owner is None or found.token != owner.token):
-            os.rename(aside, path)
-        else:
-            aside.unlink()
+    with suppress(OSError), _alone_in(folder):
+        found = owner_in(path)
+        came_meanwhile = found is not None and (owner is None or found.token != owner.token)
+        if not came_meanwhile:
+            path.unlink()
 
 
 # %% ../../nbs/core/10_folder_owner.ipynb #4509b96c

@@ -181,6 +181,42 @@ def test_of_many_that_find_a_dead_owner_one_takes_the_folder(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_thread_that_reads_the_file_at_once_finds_its_owner_alive(tmp_path, monkeypatch):
+    link, found = os.link, []
+    def link_and_read(draft, path):
+        link(draft, path)
+        found.append(folder_owner.is_alive(tmp_path, read_owner(tmp_path)))
+    monkeypatch.setattr(folder_owner.os, "link", link_and_read)
+    own_folder(tmp_path, "train.output_dir").release()
+    assert found == [True]
+
+
+def test_the_file_of_one_who_came_meanwhile_stays(tmp_path):
+    "Two found the same dead owner; the slower one must not remove the faster one's file."
+    dead = Owner(this_machine(), 999_999_999, "1", "then", "old", 0, 0)
+    held_by(tmp_path, dead)
+    with folder_owner._alone_in(tmp_path):
+        slower = threading.Thread(target=folder_owner._remove_dead, args=(tmp_path, dead))
+        slower.start()
+        slower.join(0.2)
+        assert slower.is_alive() and read_owner(tmp_path).token == "old" # it waits for its turn
+        held_by(tmp_path, dead._replace(token="new"))
+    slower.join()
+    assert read_owner(tmp_path).token == "new"
+
+
+@pytest.mark.parametrize("missing", ["links", "locks", "both"])
+def test_file_systems_without_links_or_locks(missing, tmp_path, monkeypatch):
+    def refuse(*a): raise OSError(95, "Operation not supported")
+    if missing in ("links", "both"): monkeypatch.setattr(folder_owner.os, "link", refuse)
+    if missing in ("locks", "both"): monkeypatch.setattr(folder_owner.fcntl, "flock", refuse)
+    held_by(tmp_path, Owner(this_machine(), 999_999_999, "1", "then", "old", 0, 0))
+    mine = own_folder(tmp_path, "train.output_dir")
+    with pytest.raises(FolderInUse): own_folder(tmp_path, "train.output_dir")
+    mine.release()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_whose_folder_was_taken_writes_no_more(config, tmp_path, impatient):
     def taken(t):
         held_by(tmp_path, ELSEWHERE)
