@@ -220,13 +220,10 @@ def _dataset(m, a):
 
 def _keep(m, a):
     if not a.config and not a.settings: return None
-    from qie_nb.data.samples import config_samples
     t, dataset = _trainer(a), _dataset(m, a)
-    path = t.config.train.val_path
-    more = [t.data.subset(dataset, config_samples(t.config.data, path))] if path else []
-    if (own := t.data.eval_data()) is not None: # `train.samples`
-        own.refresh(dataset.identity)
-        more.append(own)
+    more = t.data.beside(dataset)
+    for data in more:
+        data.refresh(dataset.identity)
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
 def _gc(m, a):

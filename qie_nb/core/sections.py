@@ -8,7 +8,6 @@ __all__ = ['AutoBool', 'BATCHES_PER_STEP', 'MOST_PIXELS', 'LoraSection', 'ModelS
            'SchedulerSection', 'LoggingSection']
 
 # %% ../../nbs/core/06c_sections.ipynb #5ec75003
-import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +16,7 @@ from pydantic import (
 
 from .presets import VARIANT_NAMES
 from .settings import (
-    AcceptRegistered, Count, Decay, Pixels, Positive, Real, Seed, setting)
+    AcceptRegistered, Count, Decay, Pixels, Positive, Real, Seed, Sides, setting)
 from .section import Folder, LocalPath, PathStr, Section
 
 # %% ../../nbs/core/06c_sections.ipynb #f55ddc45
@@ -116,21 +115,6 @@ class ModelSection(Section):
 # %% ../../nbs/core/06c_sections.ipynb #ca353bf8
 MOST_PIXELS = 16_384 # a side
 
-def _sides(value:object) -> object: # what is no size is left to pydantic
-    "Width and height as people write them: 512, [512], 1024x768, '1024, 768'."
-    if isinstance(value, str):
-        numbers = re.fullmatch(r"\s*(\d{1,9})\s*(?:[x×*,;]\s*(\d{1,9})\s*)?", value, re.I)
-        if not numbers:
-            raise ValueError(f"`image_size` must be [width, height] or one number, got {value!r:.80}; "
-                             "write e.g. [1024, 768]")
-        value = [int(n) for n in numbers.groups() if n]
-    if type(value) is int:
-        value = [value]
-    if isinstance(value, (list, tuple)) and len(value) == 1:
-        return [*value, *value]
-    return value
-
-
 # %% ../../nbs/core/06c_sections.ipynb #1bb1bbd8
 class DataSection(Section):
     "The images and captions."
@@ -159,7 +143,7 @@ class DataSection(Section):
     trigger_word: str | None = setting(
         None, "word to put before each prompt that lacks it, or instead of [trigger]",
         on_resume="must match", needed_by="everybody", compared_as="data")
-    image_size: Annotated[list[int], BeforeValidator(_sides)] = setting(
+    image_size: Sides = setting(
         [1024, 1024],
         "[width, height] in pixels, or one number for a square: an area, or exact with `crop`",
         on_resume="must match", needed_by="everybody", on_card=True,
@@ -178,6 +162,10 @@ class DataSection(Section):
         on_resume="must match")
     caption_dropout_rate: Real = setting(0.1, "fraction of samples trained on the empty prompt",
         on_resume="must match", needed_by="many", on_card=True, ge=0, le=1)
+    identity_share: Real = setting(0.0,
+        "fraction of samples whose image before is also the image after, with the instruction "
+        "\"keep it as it is\"",
+        on_resume="must match", needed_by="many", on_card=True, ge=0, le=0.5)
     edit_mask: Literal["none", "auto"] = setting("none",
         "loss weights of pairs without a mask image: auto takes them from what changes in the pair",
         on_resume="must match", on_card=True)

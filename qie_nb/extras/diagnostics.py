@@ -133,6 +133,7 @@ def _trial(config, folder, steps) -> Config:
                 test_image_dir=None, val_path=None, val_fraction=0, resume_checkpoint=None,
                 force_resume=False, max_hours=None, num_processes=1, ema_decay=None)
     for k, v in free.items(): setattr(c.train, k, v)
+    c.data.identity_share = 0.
     own = c.cache.cache_dir if isinstance(c.cache.cache_dir, list) else [c.cache.cache_dir]
     there = [str(d) for d in own if c.cache.use_cache and d and may_hold_cache(d)]
     c.cache.use_cache, c.cache.cache_dir = True, [*there, str(folder/"cache")]

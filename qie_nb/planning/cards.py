@@ -22,11 +22,11 @@ from ..config import Config, make_config, sides_of
 from ..core.choice import Choice, Plan, RunLength
 from ..core.display import duration, note, table_html, text_table
 from ..core.presets import KNOWN_GPUS, MODEL, PUBLISHED_MODELS, KnownGpu, known_gpu_name
+from ..data.identity_pairs import identity_count
 from ..data.samples import ONE_IMAGE, config_samples
 from ..devices.strategies.ways import used_by
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
-from .decisions import (
-    AUTO, HOST_SHARE, fits_gpus, memory_text, room_of)
+from .decisions import AUTO, HOST_SHARE, fits_gpus, memory_text, room_of
 from .disk_space import checkpoint_bytes, download_words, model_areas
 from .facts import (
     GPUS, Gpu, Machine, ModelFacts, PairFacts, SoFar, host_bytes, machine_with, parse_gpu)
@@ -198,7 +198,8 @@ def planned_run(
 ) -> PlannedRun:
     "How long a run is on these GPUs."
     data, train = config.data, config.train
-    batches = batches or math.ceil((pairs - held_out) / data.batch_size)
+    trained_on = pairs - held_out + identity_count(pairs, data.identity_share)
+    batches = batches or math.ceil(trained_on / data.batch_size)
     per_epoch = math.ceil(batches / (train.gradient_accumulation_steps * q.processes))
     per_step = samples_per_step(config, q.processes)
     steps = length.steps_of(per_step, per_epoch)
@@ -247,7 +248,6 @@ class GpuPlan:
     other: list   # (task, what it needs)
     samples: int = 800 # of the run, in steps of all processes
     controls: int = 1 # of a pair
-
     host: float = math.inf # bytes of host memory
     run: Plan = None # as configured, on a machine with this GPU
     config: Config = None

@@ -19,6 +19,7 @@ from ..core.environment import (
     Environment, detect_environment, hub_downloads, own_home, used_bytes)
 from ..core.files import DiskFull, free_bytes
 from ..core.settings import MOST
+from ..data.identity_pairs import identity_count
 from ..core.cache_layers import may_hold_cache
 from ..models.components import Components, Variant, native_areas, resolve_model
 from ..models.hub import ATTACH
@@ -210,6 +211,7 @@ def cache_items(config, q, samples:list) -> list: # of `Item`
     folder = cache.cache_dir if cache else Path(dirs[-1])
     cached, cached_table = _cached(cache, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     masks = config.data.edit_mask == "auto"
+    samples = [*samples, *samples[:identity_count(len(samples), config.data.identity_share)]]
     sizes = [sample_bytes(s, q, masks=masks) for s in samples]
     latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
     table = table_bytes(config, q, len({s.target for s in samples}) or 1)

@@ -15,6 +15,7 @@ import torch
 
 from ..cache import stable_seed
 from ..core.choice import show_plan
+from ..data.identity_pairs import KEEP
 from ..devices.processes import broadcast_stop, shard_loader
 from ..devices.strategies.fsdp import full_tensor
 from ..lora.adapters import check_lora
@@ -141,6 +142,9 @@ def announce(trainer:"QwenImageEditTrainer", batches:int): # of an epoch, of all
     pairs = len(data.samples or ()) + len(held)
     length = trainer.planner.length(batches * trainer.config.data.batch_size)
     print(run_of_plan(trainer.plan, trainer.planner.facts, length, batches, pairs, len(held)))
+    if data.identity_pairs:
+        print(f"{len(data.identity_pairs)} identity pairs ({KEEP!r}) beside {pairs - len(held)} pairs "
+              "(`data.identity_share`)")
     if held and not trainer.plan.held_out.asked:
         more = ", ..." if len(held) > 3 else ""
         print(f"held out of training, for evaluation: {', '.join(map(repr, held[:3]))}{more} "

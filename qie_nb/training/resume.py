@@ -254,10 +254,12 @@ def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
     held = getattr(self.adapters.data, "validation", None)
     if settings["train.val_fraction"] == "auto":
         settings["train.val_fraction"] = self.held_out_share(held)
+    # identity pairs follow from the pairs and their share
+    derived = {s.id for s in getattr(self.adapters.data, "identity_pairs", ())}
     named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
     self.fingerprint = dict(
         settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
-        data=None if samples is None else _digests(samples),
+        data=None if samples is None else _digests(s for s in samples if s.id not in derived),
         encoders=" ".join(named) or None)
     return self.fingerprint
 

@@ -21,6 +21,7 @@ from ..core.display import kernel, print_first
 from ..core.presets import LENGTHS
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
+from ..data.identity_pairs import identity_pairs
 from ..data.images import Geometry, crop_to, open_image
 from ..data.no_pairs import refuse_archive
 from ..data.samples import Samples, config_samples, samples_of, split_held_out
@@ -146,6 +147,7 @@ class RunData:
         self.validation = None # `ImageDataset` of held-out pairs
         self.share = 0 # that was held out, as `split_held_out` takes it
         self.held_out_ids = [] # of the training data
+        self.identity_pairs = [] # beside `samples`, of `data.identity_share`
         self.filler = None # `Encoder` of the cache
         self.said = "" # printed about the data set
         self.evaluated = None # the checkpoint's folder, if `evaluate` judges one
@@ -177,8 +179,13 @@ class RunData:
         self.filler = self.encoder(dataset.cache)
         if self.components.has_encoders(): self.filler.report_switches()
         if self.run_table is not None: self.run_table.cache = dataset.cache
-        self._hold_out(dataset)
-        if len(self.samples) < len(dataset): dataset = self.subset(dataset, self.samples)
+        held = self._hold_out(dataset)
+        kept = self.identity_data(dataset, held)
+        if kept:
+            self.skip_unreadable(kept)
+        self.identity_pairs = kept.samples if kept else []
+        if held or kept:
+            dataset = self.subset(dataset, [*self.samples, *self.identity_pairs])
         sampler, size = getattr(given, "batch_sampler", None), getattr(given, "batch_size", None)
         order = dict(batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
         if isinstance(sampler, BucketBatchSampler): order = {k: getattr(sampler, k) for k in order}
@@ -193,15 +200,37 @@ class RunData:
             print_first(said.strip())
         self.said = said
 
-    def _hold_out(self, dataset):
+    def _hold_out(self, dataset) -> list: # the samples that are held out of it
         "Split a data set into `samples` and `validation`."
         c = self.config
         share = self.share = self.held_out_share(dataset.samples)
         self.samples, held = split_held_out(dataset.samples, share, c.train.seed)
         self.held_out_ids = [s.id for s in held]
-        held = held or self._val_samples()
-        self.validation = self.subset(dataset, held, **_JUDGED) if held else None
-        if held and c.train.val_path: self.skip_unreadable(self.validation)
+        judged = held or self._val_samples()
+        self.validation = self.subset(dataset, judged, **_JUDGED) if judged else None
+        if judged and c.train.val_path: self.skip_unreadable(self.validation)
+        return held
+
+    def identity_data(self,
+        dataset:ImageDataset, # with the pairs that are held out
+        held_out:list=(), # `Sample`s that are not used
+    ) -> ImageDataset: # or None
+        "The identity pairs of `data.identity_share`, cached as any pair."
+        samples = identity_pairs(dataset.samples, dataset.config.identity_share, self.config.train.seed, held_out)
+        return self.subset(dataset, samples) if samples else None
+
+    def beside(self,
+        dataset:ImageDataset,
+        skipped:list=(), # (id, reason) of its samples that cannot be encoded
+    ) -> list: # of `ImageDataset`
+        "What a run encodes besides its pairs: those of `train.val_path`, identity pairs, `train.samples`."
+        broken = dict(skipped)
+        whole = [s for s in dataset.samples if s.id not in broken]
+        judged = self._val_samples()
+        found = [self.subset(dataset, judged, **_JUDGED) if judged else None,
+                 self.identity_data(self.subset(dataset, whole)) if whole else None,
+                 self.eval_data()]
+        return [data for data in found if data is not None]
 
     def held_out_share(self, samples:list) -> object: # as `split_held_out`
         "The plan's choice for these samples and for the checkpoint that is continued or judged."
@@ -334,7 +363,7 @@ class RunData:
     ): # `Report`
         "Precompute latents, prompt embeddings and the modulation table into the cache."
         c = self.config
-        extra = samples_of(c.train.samples, c.data.trigger_word)
+        samples_of(c.train.samples, c.data.trigger_word) # raises for what cannot be encoded later
         dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
         if dataset.cache is None: dataset.cache = self.open_cache()
         if dataset.cache is None:
@@ -353,12 +382,9 @@ class RunData:
             fill = partial(fill, share=partial(cluster.encode_all, devices=devices))
         with self.encoding(enc):
             report = fill(dataset, enc, start_idx, end_idx, table=table)
-            if c.train.val_path and whole:
-                validation = self.subset(dataset, self._val_samples(), **_JUDGED)
-                self.skip_bad_prompts(validation)
-                report += fill(validation, enc)
-            if extra and whole:
-                report += fill(self.eval_data(), enc)
+            for other in self.beside(dataset, report.skipped) if whole else ():
+                self.skip_bad_prompts(other)
+                report += fill(other, enc)
         enc.unload()
         if with_table: self.run_table.cache_table(dataset.cache, dataset)
         return self.made(report, whole)

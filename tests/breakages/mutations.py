@@ -281,7 +281,18 @@ MUTATIONS = {
     "validation pairs not precomputed": Mutation(
         "tests/test_cache.py::"
         "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
-        Change("training/run_data", "RunData.cache_embeddings", "c.train.val_path and whole", "False")]),
+        Change("training/run_data", "RunData.beside", "judged = self._val_samples()", "judged = []")]),
+    # --- identity pairs
+    "a share of the pairs, not of all samples": Mutation("tests/data/test_identity_pairs.py", [
+        Change("data/identity_pairs", "identity_count", "share / (1 - share)", "share")]),
+    "identity pairs with the caption of the edit": Mutation("tests/data/test_identity_pairs.py", [
+        Change("data/identity_pairs", "_identity", "prompt=KEEP", "prompt=s.prompt")]),
+    "identity pairs of held-out images": Mutation("tests/data/test_identity_pairs.py", [
+        Change("training/run_data", "RunData.identity_data",
+               "config.train.seed, held_out", "config.train.seed")]),
+    "identity pairs not precomputed": Mutation("tests/data/test_identity_pairs.py", [
+        Change("training/run_data", "RunData.beside",
+               "self.identity_data(self.subset(dataset, whole)) if whole else None", "None")]),
     # --- evaluation
     "held-out loss in training mode": Mutation("tests/evaluation/test_evaluate.py", [
         Change("sampling/edits", "eval_mode", "transformer.eval()", "pass")]),
