@@ -21,7 +21,7 @@ from ..core.display import kernel, print_first
 from ..core.presets import LENGTHS
 from ..data.batches import BucketBatchSampler, as_list, controls_of, stack_tensors
 from ..data.dataset import ImageDataset, loader
-from ..data.identity_pairs import identity_pairs
+from ..data.identity_pairs import identity_pairs, refuse_keep
 from ..data.images import Geometry, crop_to, open_image
 from ..data.no_pairs import refuse_archive
 from ..data.samples import Samples, config_samples, samples_of, split_held_out
@@ -175,6 +175,7 @@ class RunData:
         if dataset.cache is None or not self.use_cache: dataset.cache = self.open_cache()
         self.set_geometry_and_identity(dataset)
         self._describe(dataset)
+        refuse_keep(dataset.samples, dataset.config.identity_share)
         self.skip_unreadable(dataset)
         self.filler = self.encoder(dataset.cache)
         if self.components.has_encoders(): self.filler.report_switches()
@@ -373,6 +374,7 @@ class RunData:
         self.skip_bad_prompts(dataset)
         enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
         self._describe(dataset)
+        refuse_keep(dataset.samples, dataset.config.identity_share)
         with_table = whole and self.run_table is not None
         table = shard(self.run_table.table_bytes(dataset.cache, dataset)) if with_table else ()
         fill = precompute

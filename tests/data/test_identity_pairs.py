@@ -183,3 +183,14 @@ def test_the_disk_plan_counts_them(tmp_path):
 def test_a_wrong_share_is_refused_by_name(wrong, tmp_path):
     with pytest.raises(ValueError, match="data.identity_share"):
         trainer_of(write_pairs(tmp_path/"set", SIZES[:2]), tmp_path, wrong)
+
+
+@pytest.mark.parametrize("call", ["cache_embeddings", "make_loader"])
+def test_an_edit_with_the_same_instruction_is_refused_first(call, tmp_path):
+    "A slider's pairs often say so; the two would teach the opposite."
+    root = write_pairs(tmp_path/"set", SIZES[:4], caption=["dusk", "Keep it as it is.", "dusk", KEEP])
+    trainer = trainer_of(root, tmp_path)
+    with pytest.raises(ValueError, match=r"2 of your pairs change with it: '0001', '0003'; .* or set `data.identity_share` to 0"):
+        getattr(trainer, call)()
+    assert not trainer.components.loaded
+    assert len(trainer_of(root, tmp_path, 0.).make_loader().dataset) == 4
