@@ -80,6 +80,9 @@ class ModelSection(Section):
     transformer_file: PathStr | None = setting(
         None, "the transformer as one file of ComfyUI: bf16, fp8 or int8",
         on_resume="must match", needed_by="many", compared_as="base")
+    text_encoder_file: PathStr | None = setting(
+        None, "the same for the text encoder: ComfyUI's Qwen2.5-VL 7B in bf16 or fp8_scaled",
+        on_resume="must match", compared_as="encoders")
     delete_downloaded_shards: AutoBool = setting("auto",
         "delete each file that qie_nb downloaded once it is quantized; auto: if the disk is too "
         "small, and on Kaggle",

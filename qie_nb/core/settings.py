@@ -98,7 +98,6 @@ Pixels = Annotated[int, BeforeValidator(_no_switch), Field(ge=1024, le=2**26)] #
 Seed = Annotated[int, BeforeValidator(_no_switch), Field(ge=0), AfterValidator(_below_2_63)]
 Decay = Annotated[float, BeforeValidator(_no_switch), Field(ge=0, lt=1)]
 
-
 # %% ../../nbs/core/06_settings.ipynb #412b6b24
 def _sides(value:object) -> object: # what is no size is left to pydantic
     "Width and height as people write them: 512, [512], 1024x768, '1024, 768'."
@@ -322,7 +321,6 @@ def read_settings(
     except ValueError as e:
         raise ValueError(f"{name} {e}") from None
 
-
 # %% ../../nbs/core/06_settings.ipynb #0522bd02
 def _value_of_text(text:str) -> object:
     "A value on a command line, as YAML would read it; what is no number, switch or list is text as it is."
@@ -371,7 +369,6 @@ def parse_settings(
 ) -> dict: # nested
     "Settings of a command line in the layout of the YAML."
     return nested({name: _value_of_text(text) for name, text in texts_of(settings).items()})
-
 
 # %% ../../nbs/core/06_settings.ipynb #0522bd03
 def merge_settings(under, over): # nested dicts

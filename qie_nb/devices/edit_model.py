@@ -91,9 +91,10 @@ class EditModel(Components):
         image_positions:str="3d", # as `model.image_positions`
         fp16:bool=False, # products of the transformer's blocks in scaled float16?
         transformer_file:str=None, # as `model.transformer_file`
+        text_encoder_file:str=None, # as `model.text_encoder_file`
     ):
         super().__init__(name, dtype, variant, devices, quantize, revision, release, image_positions,
-                         transformer_file)
+                         transformer_file, text_encoder_file)
         self.offload = tuple(offload)
         self.fp16 = fp16
         self.built = [] # names, in the order of loading
@@ -121,9 +122,10 @@ class EditModel(Components):
         model = cls(c.pretrained_model_name_or_path, getattr(torch, plan.dtype.value), c.variant,
                     dict(transformer=torch.device(plan.device.value)), quantize, c.revision,
                     ["text_encoder"] if c.text_encoder_offload else [], plan.delete_shards.value,
-                    c.image_positions, fp16, c.transformer_file)
-        if model.file is not None:
-            print(f"transformer: {model.file}; taken for {model.variant.name}", flush=True)
+                    c.image_positions, fp16, c.transformer_file, c.text_encoder_file)
+        for part, file in model.files.items():
+            taken = f"; taken for {model.variant.name}" if part == "transformer" else ""
+            print(f"{part.replace('_', ' ')}: {file}{taken}", flush=True)
         model.follow_saved_quantization("transformer", "text_encoder")
         model.keep_weights_as(config, plan.sharded.value)
         return model

@@ -127,6 +127,8 @@ def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices:
     model = dict(name=c.name, dtype=c.dtype, variant=c.variant.name, revision=c.revision, offload=c.offload,
                  quantize={k: c.quantize[k] for k in ["text_encoder"] if k in c.quantize}, release=c.release,
                  image_positions=c.variant.image_positions)
+    if "text_encoder" in c.files:
+        model["text_encoder_file"] = str(c.files["text_encoder"].path)
     settings = dict(share_prefix=encoder.share_prefix, vae_2d=encoder.vae_2d,
                     batch_size=encoder.requested_batch_size, choose_batch=encoder.choose_batch)
     mark = encoder.cache.temp_dir/f".{socket.gethostname()[:40]}-{os.getpid()}-{secrets.token_hex(4)}"

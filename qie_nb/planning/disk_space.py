@@ -24,7 +24,8 @@ from ..core.cache_layers import may_hold_cache
 from ..models.components import Components, Variant, native_areas, resolve_model
 from ..models.hub import ATTACH
 from ..models.loading import source_checkpoint
-from ..models.single_file import single_file
+from ..models.single_file import expected_shapes, single_file
+from ..models.tensor_files import TEXT_ENCODER, TRANSFORMER
 from ..models.quantizations.known import QUANTIZATIONS, advised, dtype_name, parse_quantization
 from ..core.presets import ENOUGH_IMAGES, LICENCE, PUBLISHED_MODELS
 from .decisions import AUTO, choose_delete_shards, choose_length
@@ -248,26 +249,38 @@ def is_local(name:str) -> bool: return model_folder(name).is_dir()
 def file_problem(
     model:ModelSection,
 ) -> str: # "" if it can be read, or none is set
-    "Why `model.transformer_file` cannot be used, as far as the files that are there tell it."
+    "Why a single file of a component cannot be used, as far as the files that are there tell it."
     name = model.pretrained_model_name_or_path
-    if not model.transformer_file:
-        return ""
+    given = dict(transformer_file=model.transformer_file, text_encoder_file=model.text_encoder_file)
     try:
-        file = single_file(model.transformer_file)
-        file.check(model_facts(name, model.variant).transformer)
-        if is_local(name):
-            Components(name, variant=model.variant, transformer_file=model.transformer_file)
+        if model.transformer_file:
+            file = single_file(model.transformer_file, TRANSFORMER)
+            file.check(expected_shapes(model_facts(name, model.variant).transformer))
+        if model.text_encoder_file:
+            single_file(model.text_encoder_file, TEXT_ENCODER)
+        if any(given.values()) and is_local(name):
+            Components(name, variant=model.variant, **given)
     except (ValueError, OSError) as error:
         return str(error)
     return ""
+
+def without_single_files(config:Config) -> Config:
+    "The configuration with all components from the model."
+    model = config.model.model_copy(update=dict(transformer_file=None, text_encoder_file=None))
+    return config.model_copy(update=dict(model=model))
+
+def _in_single_files(config:Config) -> list: # of components
+    "What a model's files need not give."
+    files = dict(transformer=config.model.transformer_file, text_encoder=config.model.text_encoder_file)
+    return [part for part, file in files.items() if file]
 
 def _deletable(config, q) -> dict: # {component: its quantization}
     "The components whose downloaded files can be deleted once they are quantized."
     wanted = config.model.text_encoder_quantize
     text = advised("8 bits without float8") if wanted == AUTO else parse_quantization(wanted)
-    kinds = dict(text_encoder=text)
-    if not config.model.transformer_file:
-        kinds["transformer"] = q.quantization
+    kinds = dict(text_encoder=text, transformer=q.quantization)
+    for part in _in_single_files(config):
+        del kinds[part]
     return {part: kind for part, kind in kinds.items() if kind and not QUANTIZATIONS[kind].unsaved()}
 
 def _copy_bytes(config, q, part:str, kind:str) -> int:
@@ -309,9 +322,9 @@ def download_items(
     folder = hub_downloads(env)
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
     have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
-    sizes = dict(ENCODERS)
-    if not config.model.transformer_file:
-        sizes["transformer"] = 2 * parameters(replace(q, table=False))
+    sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
+    for part in _in_single_files(config):
+        del sizes[part]
     quantized = _deletable(config, q) if delete else {}
     whole = [Item(f"download {part}", max(0, int(size) - have(part)), folder, "missing files", "downloads")
              for part, size in sizes.items() if part not in quantized]

@@ -20,11 +20,13 @@ from ..core.environment import Environment, detect_environment, online
 from ..core.files import free_bytes
 from ..core.cache_layers import is_url, may_hold_cache, without_secrets
 from ..data.images import Geometry
-from ..models.components import Components
+from ..models.components import VARIANTS, Components
 from ..models.hub import offline_advice
+from ..models.single_file import own_weights
 from ..models.variants.base import variant_marked
 from ..models.quantizations.known import QUANTIZATIONS, advised, parse_quantization
-from .disk_space import ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, file_problem, is_local, model_areas
+from .disk_space import (
+    ENCODERS, LM_HEAD, cache_dirs, disk_plan, download_items, file_problem, is_local, model_areas, without_single_files)
 from .memory import block_bytes, memory_query, model_facts, parameters
 from .decisions import memory_text
 from .facts import (
@@ -40,7 +42,6 @@ PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "
 def _version(package): # or None
     try: return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError: return None
-
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37fbe
 @dataclass(frozen=True)
@@ -62,7 +63,6 @@ class MachineInfo:
         return replace(self.machine, gpus=self.gpus, cuda=self.cuda or "", cores=e.cores, memory=self.memory,
                        session_quota=e.session_quota, platform=e.name, hours=e.hours,
                        session_start=e.session_start)
-
 
 # %% ../../nbs/planning/04_doctor.ipynb #d9a37f01
 def this_machine(
@@ -230,7 +230,6 @@ def hub_findings(m:MachineInfo, c:Config=None) -> list:
 # %% ../../nbs/planning/04_doctor.ipynb #3d1d0020
 def position_findings(m:MachineInfo, c:Config=None) -> list:
     "A warning if we follow installed pipelines that number image tokens otherwise than in training."
-    from qie_nb.models.components import VARIANTS
     if not c or c.model.image_positions == "3d": return []
     if all(v.installed_positions() in ("3d", None) for v in VARIANTS.values()): return []
     return [Finding("positions of image tokens", "running", "warning",
@@ -249,9 +248,9 @@ def _identity(c:Config, m:MachineInfo) -> dict: # what can be read quickly of a 
     if not is_local(name):
         marked = variant_marked(name)
         return out | dict(model=Path(name).name) | (dict(variant=marked.name) if marked else {})
-    parts = Components(name, variant=c.model.variant)
+    parts = Components(name, variant=c.model.variant, text_encoder_file=c.model.text_encoder_file)
     out |= dict(variant=parts.variant.name) | {k: getattr(c.data, k) or v for k, v in parts.areas.items()}
-    files = [f for p in ("vae", "text_encoder") for f in (parts.folder/p).glob("*.safetensors")]
+    files = [f for p in ("vae", "text_encoder") for f in own_weights(parts.place_of(p))]
     if sum(f.stat().st_size for f in files) > 4e8 or not parts.has_encoders(): return out # hashing is slow
     own = parts.identity()
     return out | dict(vae=own["vae"], text_encoder=own["text_encoder"].rpartition("-")[0])
@@ -486,9 +485,9 @@ def doctor(
     m = machine or this_machine(internet=internet)
     bad = file_problem(c.model) if c else ""
     if bad: # what follows does without it
-        c = c.model_copy(update=dict(model=c.model.model_copy(update=dict(transformer_file=None))))
+        c = without_single_files(c)
     disk = _disk(c, m) if c and plans else None
-    found = [Finding("transformer", "cannot be read", "error", bad)] if bad else []
+    found = [Finding("model file", "cannot be read", "error", bad)] if bad else []
     found += disk_findings(m, c, disk)
     for check in (gpu_findings, memory_findings, cache_findings, hub_findings, position_findings,
                   version_findings, environment_findings): found += check(m, c)

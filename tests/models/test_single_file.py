@@ -615,7 +615,7 @@ def test_what_is_not_known_is_refused_in_one_sentence_before_any_work(tmp_path, 
     text = str(error.value)
     assert text.startswith(f"`model.transformer_file` {str(file)!r} ") and text.count("; ") == 1 and "\n" not in text
     found = doctor(c, internet=False).of("error")
-    assert [f.remedy for f in found if f.what == "transformer"] == [text]
+    assert [f.remedy for f in found if f.what == "model file"] == [text]
 
 
 def test_a_shard_a_folder_and_a_missing_file(tmp_path):

@@ -751,7 +751,7 @@ ANOTHER = { # values of settings for which `another_value` finds none that is ac
     "model.text_encoder_quantize": "qint8", "model.modulation_table_steps": [4],
     "model.lora.target_modules": "attention_text", "model.lora.pretrained_weight": "lora",
     "data.dataset_path": "fewer", "data.target_dir": "training_images",
-    "model.transformer_file": "one.safetensors", "data.control_dir": "control_images", "data.prompt": "one prompt for all",
+    "model.transformer_file": "one.safetensors", "model.text_encoder_file": "one.safetensors", "data.control_dir": "control_images", "data.prompt": "one prompt for all",
     "data.image_size": [64, 32], "data.control_area": 4096, "data.vl_area": 4096,
     "data.edit_mask": "auto", "train.mixed_precision": "bf16", "train.timestep_sampling": "shift",
     "train.device": "auto", "train.model_parallel_devices": ["cuda:0", "cuda:1"],
