@@ -304,11 +304,28 @@ def edit_masks():
         def cell(mode, what):
             if what not in s[mode]: return "-"
             x = s[mode][what]
-            lower = f", lower in {x['lower']} of {x['seeds']}" if mode != "none" else ""
-            return f"{x['mean']:.1f} ({x['low']:.1f} to {x['high']:.1f}{lower})"
-        rows.append([edit, r["kind"], s["none"]["whole"]["seeds"], f"{r['mask_mean']:.2f}", *(cell(m, w) for w in ("inside", "outside", "whole") for m in ("none", "auto"))])
+            return f"{x['mean']:.1f} ({x['low']:.1f} to {x['high']:.1f})"
+        rows.append([edit, r["kind"], f"{r['mask_mean']:.2f}", *(cell(m, w) for w in ("inside", "outside", "whole") for m in ("none", "auto"))])
     head = [f"{w}, {m}" for w in ("inside", "outside", "whole image") for m in ("none", "auto")]
-    return markdown(["edit", "changes", "seeds", "mean mask", *head], rows)
+    return markdown(["edit", "changes", "mean mask", *head], rows)
+
+
+def identity_pairs():
+    """Errors by `data.identity_share`, for the local and for the global edits together.
+
+    Mean, smallest and largest of all runs; the rows of one seed have the same pairs and noise."""
+    held = json.loads((HERE/"results"/"identity_pairs.json").read_text())
+    measures = dict(whole="of the edit", inside="inside", outside="outside", keep="of keeping", known="of known edits")
+    rows = []
+    for kind in ("local", "global"):
+        runs = [row for r in held["results"].values() if r["kind"] == kind for row in r["rows"]]
+        for share in sorted({row["share"] for row in runs}):
+            values = [[row[name] for row in runs if row["share"] == share and name in row] for name in measures]
+            cells = [f"{statistics.mean(v):.1f} ({min(v):.0f}–{max(v):.0f})" if v else "-" for v in values]
+            rows.append([kind, f"{share:g}", *cells])
+    table = markdown(["edits", "share", *measures.values()], rows)
+    known = {name: statistics.mean(r["base"][name] for r in held["results"].values()) for name in ("keep", "known")}
+    return f"{table}\n\nWithout LoRA: {known['keep']:.1f} of keeping, {known['known']:.1f} of known edits."
 
 
 def growth():
@@ -364,6 +381,7 @@ PARTS = { # {(page in docs/, mark): what makes the table}
     ("recipes", f"recipes: {MADE}"): recipe_times,
     ("measured/recipes", f"validation: {RESULTS}/held_out.json"): validation,
     ("measured/data", f"edit masks: {RESULTS}/edit_masks.json"): edit_masks,
+    ("measured/data", f"identity pairs: {RESULTS}/identity_pairs.json"): identity_pairs,
     ("measured/growth", f"growth: {RESULTS}/growth.json"): growth,
     ("measured/evaluation", f"few steps: {RESULTS}/few_steps.json"): few_steps,
     ("measured/evaluation", f"ranking: {RESULTS}/held_out.json"): ranking,

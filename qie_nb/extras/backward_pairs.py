@@ -8,18 +8,22 @@ __all__ = ['COARSE', 'LEAST_LIKENESS', 'LEAST_CHANGE', 'RECORD', 'REJECTED', 'li
 
 # %% ../../nbs/extras/06_backward_pairs.ipynb #f38b4cdc
 from collections import Counter
+from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from ..config import DataSection
 from ..core.display import Display, Progress, image_rows, text_table
 from ..core.files import append_record, path_from, read_records, write_atomic
 from ..data.alignment_check import new_folder
+from ..data.dataset import ImageDataset
 from ..data.images import crop_to, open_image, source_digest
 from ..data.listing import is_image
 from ..evaluation.eval_images import drift_of, image_error, luma, place_text
+from .diagnostics import SwapTest, swap_test
 
 # %% ../../nbs/extras/06_backward_pairs.ipynb #de07cd90
 COARSE = 16 # blocks along a side, of 8 x 8 pixels, in which edges are compared
@@ -110,12 +114,15 @@ class BackwardPairs(Display):
     def __init__(self,
         folder:Path, # of the data set
         pairs:list, # of `BackwardPair`
+        direction:SwapTest=None, # of some pairs, if it was asked for
     ):
         self.folder, self.pairs = folder, pairs
+        self.direction = direction
 
     def data(self) -> dict:
         "The folder and the verdicts, as plain values."
-        return dict(folder=str(self.folder), pairs=[p._asdict() for p in self.pairs])
+        verdict = self.direction.verdict if self.direction else ""
+        return dict(folder=str(self.folder), pairs=[p._asdict() for p in self.pairs], direction=verdict)
 
     def summary(self) -> str:
         "One line: how many were kept, and why others were not."
@@ -123,7 +130,8 @@ class BackwardPairs(Display):
         reasons = [p.why.partition(":")[0] for p in self.pairs if not p.kept]
         counts = {why: reasons.count(why) for why in dict.fromkeys(reasons)}
         rest = "".join(f", {n} {why}" for why, n in counts.items())
-        return f"{kept} of {len(self.pairs)} results are pairs now{rest}"
+        text = f"{kept} of {len(self.pairs)} results are pairs now{rest}"
+        return f"{text}\n{self.direction}" if self.direction else text
 
     def __repr__(self):
         rows = [(p.name, "kept" if p.kept else "rejected", p.why, f"{p.change:.1f}") for p in self.pairs]
@@ -138,7 +146,8 @@ class BackwardPairs(Display):
                 continue # removed since
             images = [open_image(file).convert("RGB") for file in files]
             rows.append((p.name, list(zip(images, (p.why or "kept", "")))))
-        return f"<div>{self.summary()}</div>{image_rows(['before, made', 'after, yours'], rows)}"
+        lines = "".join(f"<div>{escape(line)}</div>" for line in self.summary().splitlines())
+        return f"{lines}{image_rows(['before, made', 'after, yours'], rows)}"
 
     def build(self):
         "The same rows as a widget."
@@ -160,6 +169,7 @@ def pairs_from_results(
     undo:str, # instruction that undoes the effect, for the model
     instruction:str, # of the pairs: what makes the effect
     out:str|Path, # folder of the data set; an earlier session's is continued
+    direction:int=4, # pairs whose direction the model judges afterwards, at least 3; 0: none
     **sampling:object, # of `predict`: num_inference_steps, true_cfg_scale, schedule, seed
 ) -> BackwardPairs:
     "Make the image before of each finished image, check it, and write a data set."
@@ -183,7 +193,19 @@ def pairs_from_results(
         made.append(pair)
         progress.update()
     progress.close()
-    return BackwardPairs(out, made)
+    judged = min(direction, sum(pair.kept for pair in made))
+    return BackwardPairs(out, made, _direction(trainer, out, judged) if judged >= 3 else None)
+
+def _direction(
+    trainer:"QwenImageEditTrainer",
+    out:Path, # the data set
+    n:int, # pairs
+) -> SwapTest:
+    "Does the instruction fit from the image before to the image after, rather than back?"
+    data = trainer.config.data
+    own = dict(image_size=data.image_size, crop=data.crop, control_area=data.control_area, vl_area=data.vl_area)
+    config = trainer.config.model_copy(update=dict(data=DataSection(dataset_path=str(out), **own)))
+    return swap_test(trainer, n, data=ImageDataset(config))
 
 def _make(
     trainer, path:Path, name:str, source:str, undo:str, instruction:str, out:Path, sampling:dict,

@@ -9,11 +9,20 @@ from PIL import Image, ImageFilter
 from qie_nb.config import DataSection
 from qie_nb.data.images import Geometry
 from qie_nb.data.samples import config_samples
+from qie_nb.extras import backward_pairs
 from qie_nb.extras.backward_pairs import RECORD, REJECTED, judge, pairs_from_results, read_record
 from qie_nb.tiny.photos import EDITS, crops
+from qie_nb.trainer import QwenImageEditTrainer
 
 SIDE = 256
 UNDO, DO = "invert the colors", "show it as a negative"
+judge_direction = backward_pairs._direction
+
+
+@pytest.fixture(autouse=True)
+def without_direction(monkeypatch):
+    "Stand-ins for a trainer have no model that could judge."
+    monkeypatch.setattr(backward_pairs, "_direction", lambda *a: None)
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +212,29 @@ def test_the_record_is_plain_json(finished, tmp_path):
     pairs_from_results(model(), finished, UNDO, DO, tmp_path/"pairs")
     lines = [line for line in (tmp_path/"pairs"/RECORD).read_text().splitlines() if line]
     assert all(set(json.loads(line)) >= {"name", "kept", "why"} for line in lines)
+
+
+@pytest.mark.parametrize("undo, instruction, verdict, words", [
+    ("make it darker", "make it brighter", "right", "the pairs are in the right direction"),
+    ("make it darker", "make it darker", "swapped", "the pairs are swapped")])
+def test_the_model_judges_the_direction(undo, instruction, verdict, words, tmp_path, monkeypatch):
+    "An instruction that leads back is named; the size is that of the trainer's settings."
+    monkeypatch.setattr(backward_pairs, "_direction", judge_direction)
+    (tmp_path/"finished").mkdir()
+    for n, im in enumerate(crops(4, (96, 96), seed=5)):
+        EDITS["brighter"](im).save(tmp_path/"finished"/f"{n}.png")
+    trainer = QwenImageEditTrainer(dict(preset="tiny", train=dict(output_dir=str(tmp_path/"run")),
+                                        cache=dict(cache_dir=str(tmp_path/"cache"))))
+    made = pairs_from_results(trainer, tmp_path/"finished", undo, instruction, tmp_path/"pairs", num_inference_steps=8)
+    assert made.direction.verdict == verdict and made.data()["direction"] == verdict
+    assert words in repr(made) and words in made.html()
+
+
+@pytest.mark.parametrize("direction, kept, asked", [(4, 5, [4]), (0, 5, []), (4, 2, []), (10, 5, [5])])
+def test_few_pairs_are_not_judged(direction, kept, asked, finished, tmp_path, monkeypatch):
+    counts = []
+    monkeypatch.setattr(backward_pairs, "_direction", lambda trainer, out, n: counts.append(n))
+    for image in sorted(finished.iterdir())[kept:]:
+        image.unlink()
+    pairs_from_results(model(), finished, UNDO, DO, tmp_path/"pairs", direction)
+    assert counts == asked
