@@ -7,7 +7,7 @@ __all__ = ['IMPORTS', 'SIZES', 'EDIT', 'PAGE', 'MARK', 'MORE', 'NAMES', 'GRADIO'
            'first_instruction', 'space_facts', 'page_code', 'space_app', 'space_readme', 'requirements', 'check_own',
            'write_space']
 
-# %% ../../nbs/extras/09_space.ipynb #4c5dd165
+# %% ../../nbs/extras/09_space.ipynb #ce4e5383
 import re, shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +22,7 @@ from ..lora.model_card import loading_code, plain
 from ..models.components import VARIANTS
 from ..sampling.denoising import pick_schedule
 
-# %% ../../nbs/extras/09_space.ipynb #01966c09
+# %% ../../nbs/extras/09_space.ipynb #c8b1f5b5
 def card_header(
     folder:Path,
 ) -> dict: # {} without a card
@@ -49,7 +49,8 @@ def space_facts(
     file = folder/WEIGHT_NAME
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call trainer.save_lora(folder) first")
-    info, header = check_lora(file).info, card_header(folder)
+    info = check_lora(file).info
+    header = card_header(folder)
     variant = VARIANTS.get(info.get("variant"))
     if variant is None:
         raise ValueError(f"the header of {str(file)!r} names no variant of the model, so the Space's pipeline is "
@@ -66,7 +67,7 @@ def space_facts(
         license=header.get("license"), instruction=first_instruction(info), areas=areas,
         schedule=pick_schedule(None, [(str(file), info)])[0])
 
-# %% ../../nbs/extras/09_space.ipynb #78ae41fa
+# %% ../../nbs/extras/09_space.ipynb #af0c1815
 IMPORTS = '''import inspect
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def edit(IMAGES, instruction, steps, guidance, seed, progress=gr.Progress()):
                 generator=torch.Generator().manual_seed(int(seed or 0)), callback_on_step_end=show).images[0]
 '''
 
-# %% ../../nbs/extras/09_space.ipynb #7faea74a
+# %% ../../nbs/extras/09_space.ipynb #85b7b52b
 PAGE = '''
 with gr.Blocks(title=TITLE) as demo:
     gr.Markdown(ABOUT)
@@ -157,7 +158,8 @@ def space_app(
     facts:dict, # of `space_facts`
 ) -> str: # Python
     "The app of a Space."
-    schedule, base = facts["schedule"], Path(facts["base_model"]).name
+    schedule = facts["schedule"]
+    base = Path(facts["base_model"]).name
     about = f"# {plain(facts['title'])}\n\n{MARK} {plain(base)}, made with qie_nb."
     constants = dict(TITLE=facts["title"], ABOUT=about, INSTRUCTION=facts["instruction"], AREAS=facts["areas"],
                      STEPS=schedule.steps, GUIDANCE=schedule.true_cfg_scale)
@@ -173,7 +175,7 @@ def space_app(
     return "".join(["# A Space that edits images, made with qie_nb.\n", *lines, "\n",
                     IMPORTS.replace("PIPELINE", facts["pipeline"]), sizes, "\n", loading, edit, page_code(names)])
 
-# %% ../../nbs/extras/09_space.ipynb #fdc4ef65
+# %% ../../nbs/extras/09_space.ipynb #6843a182
 GRADIO = "6.31.0" # with which the app was tried
 PYTHON = "3.12"
 HARDWARE = "zero-a10g" # the name of ZeroGPU
@@ -197,7 +199,7 @@ def requirements() -> str:
         return f"{package}=={numbers}\n" if numbers == version(package) else f"{package}\n"
     return "torch\ntorchvision\n" + "".join(map(pinned, ("diffusers", "transformers", "accelerate", "peft")))
 
-# %% ../../nbs/extras/09_space.ipynb #2b751279
+# %% ../../nbs/extras/09_space.ipynb #f5e3ee61
 def check_own(folder:Path):
     "Raises ValueError if a file that we would write is not ours."
     for name in ("app.py", "README.md"):
