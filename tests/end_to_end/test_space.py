@@ -62,7 +62,7 @@ def browser():
 def page(browser, address, tmp_path, request):
     "The app's page; screens are kept where QIE_NB_SCREENS says, or if the test fails."
     page = browser.new_page(viewport=dict(width=1280, height=900))
-    page.set_default_timeout(PATIENCE * 1000)
+    page.set_default_timeout(300_000)
     page.problems = []
     page.on("pageerror", lambda e: page.problems.append(str(e)))
     page.goto(address)
@@ -123,7 +123,7 @@ def test_a_hostile_title_is_text(page):
 
 def test_a_narrow_and_dark_page(page, address):
     page.get_by_text("More images").click()
-    page.get_by_label("Third image").first.wait_for()
+    page.get_by_text("Third image").wait_for()
     page.set_viewport_size(dict(width=480, height=900))
     page.goto(address + "?__theme=dark")
     page.get_by_role("button", name="Edit", exact=True).wait_for()
