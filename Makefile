@@ -62,7 +62,7 @@ browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chrom
 	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest -m "$(LANE)" --junitxml $(VENV)/reports/browser.xml tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
 
 space: $(VENV)-space/.ready ## the app of a Hugging Face Space, with the tiny model, in Chromium
-	QIE_NB_BROWSER=space $(VENV)-space/bin/python -m pytest -m browser --junitxml $(VENV)/reports/space.xml tests/end_to_end/test_space.py
+	QIE_NB_BROWSER=space $(VENV)-space/bin/python -m pytest -m browser --junitxml $(VENV)/reports/space.xml tests/end_to_end/test_browser_space.py
 
 # an environment with one JupyterLab and its ipywidgets, or gradio, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
