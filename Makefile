@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
+.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean space breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
 
 install: $(VENV)/.ready
 
@@ -61,7 +61,10 @@ LANE := browser
 browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
 	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest -m "$(LANE)" --junitxml $(VENV)/reports/browser.xml tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
 
-# an environment with one JupyterLab and its ipywidgets, which come before what is installed in $(VENV)
+space: $(VENV)-space/.ready ## the app of a Hugging Face Space, with the tiny model, in Chromium
+	QIE_NB_BROWSER=space $(VENV)-space/bin/python -m pytest -m browser --junitxml $(VENV)/reports/space.xml tests/end_to_end/test_browser_space.py
+
+# an environment with one JupyterLab and its ipywidgets, or gradio, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q -r $<

@@ -65,7 +65,7 @@ def lanes() -> dict: # {name: rows of parts}
              [make("browser", "BROWSERS=w8", "LANE=browser and not weekly")]],
         weekly=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser"),
                  make("mutations"), make("faults"), make("kills"), make("outputs")],
-                [make("browser")]])
+                [make("browser"), make("space")]])
 
 
 def run(part:Part, live:bool):

@@ -40,23 +40,33 @@ if "mm_token_type_ids" in inspect.signature(type(pipe.text_encoder).forward).par
 '''
 
 # %% ../../nbs/lora/03_model_card.ipynb #5d1691d2
+def loading_code(
+    facts:dict, # as in `model_card`
+    where:str, # Python expression: hub id or folder of the LoRA
+    device:str='"cuda"', # Python expression
+) -> str:
+    "Python code that makes `pipe`, with the LoRA; it needs torch, the pipeline's class and inspect."
+    base = str(facts.get("base_model") or "path/to/the/base/model")
+    name = facts.get("pipeline") or "QwenImageEditPlusPipeline"
+    positions = _RESTORE if facts.get("image_positions") == "3d" else ""
+    return (f"pipe = {name}.from_pretrained({base!r}, torch_dtype=torch.bfloat16).to({device})\n"
+            f"{positions}pipe.load_lora_weights({where}, weight_name={WEIGHT_NAME!r})\n")
+
 def usage(facts:dict, where:str) -> str: # as in `model_card`
     "Python code that uses the LoRA in diffusers."
-    base = str(facts.get("base_model") or "path/to/the/base/model")
     name = facts.get("pipeline") or "QwenImageEditPlusPipeline"
     image = "[image]" if facts.get("several_images", True) else "image"
     prompt = " ".join(next((c for c in facts.get("captions") or () if c.strip()), "what to change").split())
-    positions = _RESTORE if facts.get("image_positions") == "3d" else ""
-    return ('import inspect\n' * bool(positions)) + f'''import torch
+    first = "import inspect\n" if facts.get("image_positions") == "3d" else ""
+    return first + f'''import torch
 from diffusers import {name}
 from diffusers.utils import load_image
 
-pipe = {name}.from_pretrained({base!r}, torch_dtype=torch.bfloat16).to("cuda")
-{positions}pipe.load_lora_weights({where!r}, weight_name={WEIGHT_NAME!r})
-image = load_image("input.png")
+{loading_code(facts, repr(where))}image = load_image("input.png")
 image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_scale=4.0,
              num_inference_steps=20).images[0]
 image.save("output.png")'''
+
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
 def card_settings(
