@@ -282,6 +282,23 @@ MUTATIONS = {
         "tests/test_cache.py::"
         "test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs", [
         Change("training/run_data", "RunData.beside", "judged = self._val_samples()", "judged = []")]),
+    # --- single files
+    "the model's text encoder, not that of the file": Mutation("tests/models/test_text_encoder_file.py", [
+        Change("models/components", "Components.place_of", "self.homes.get(name, self.folder)", "self.folder")]),
+    "another text encoder, the same cache": Mutation(
+        "tests/models/test_text_encoder_file.py::test_the_cache_knows_it_by_its_content", [
+        Change("models/components", "component_digest", "own_weights(folder)", "[]")]),
+    # --- folder owner
+    "a thread's new file looks like that of a dead run": Mutation(
+        "tests/training/test_output_folder.py"
+        "::test_a_thread_that_reads_the_file_at_once_finds_its_owner_alive", [
+        Change("core/folder_owner", "_create", "_held.add(owner.token)", "pass")]),
+    "a dead owner's file is removed without a look at who holds it now": Mutation(
+        "tests/training/test_output_folder.py::test_the_file_of_one_who_came_meanwhile_stays", [
+        Change("core/folder_owner", "_remove_dead", "not came_meanwhile", "True")]),
+    # --- backward pairs
+    "no pair's direction is judged": Mutation("tests/extras/test_backward_pairs.py", [
+        Change("extras/backward_pairs", "pairs_from_results", "judged >= 3", "judged > 99")]),
     # --- identity pairs
     "a share of the pairs, not of all samples": Mutation("tests/data/test_identity_pairs.py", [
         Change("data/identity_pairs", "identity_count", "share / (1 - share)", "share")]),
