@@ -220,14 +220,19 @@ def validation():
     "Error without LoRA, then of each run's best and last checkpoint, on the tiny model."
     results = json.loads((HERE/"results"/"held_out.json").read_text())
     names = dict(good="48 pairs, rank 16, rate 5e-3", slow="48 pairs, rank 8, rate 1e-3", overfitted="2 pairs, rank 64, rate 1e-2", too_high="48 pairs, rank 16, rate 5e-2")
-    show = lambda x: f"{x['pixel_error']:.1f} (step {x['step']})"
+
+    def show(point):
+        return f"{point['pixel_error']:.1f} (step {point['step']})"
+
+    def both(best, last):
+        return show(best) if best is last else f"{show(best)}, {show(last)}"
     rows = []
     for edit in KINDS:
         r = results["results"][edit]
         runs = {name: sorted((x for x in r["rows"] if x["run"] == name), key=lambda x: x["step"]) for name in ("base", *names)}
         best = {name: min(points, key=lambda x: x["pixel_error"]) for name, points in runs.items()}
-        rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(f"{show(best[n])}, {show(runs[n][-1])}" for n in names)])
-    return markdown(["edit", "without LoRA", *(f"{n}: best, last" for n in names.values())], rows)
+        rows.append([edit, f"{runs['base'][0]['pixel_error']:.1f}", *(both(best[n], runs[n][-1]) for n in names)])
+    return markdown(["edit", "without LoRA", *names.values()], rows)
 
 def few_steps():
     "Checkpoints judged by images of four forward passes and of forty."
@@ -315,17 +320,24 @@ def identity_pairs():
 
     Mean, smallest and largest of all runs; the rows of one seed have the same pairs and noise."""
     held = json.loads((HERE/"results"/"identity_pairs.json").read_text())
-    measures = dict(whole="of the edit", inside="inside", outside="outside", keep="of keeping", known="of known edits")
+
+    def spread_of(runs, name):
+        values = [row[name] for row in runs if name in row]
+        if not values:
+            return "-"
+        return f"{statistics.mean(values):.1f} ({min(values):.0f}–{max(values):.0f})"
+    measures = dict(whole="of the edit", inside="inside", outside="outside",
+                    keep="of keeping", known="of known edits")
     rows = []
     for kind in ("local", "global"):
         runs = [row for r in held["results"].values() if r["kind"] == kind for row in r["rows"]]
         for share in sorted({row["share"] for row in runs}):
-            values = [[row[name] for row in runs if row["share"] == share and name in row] for name in measures]
-            cells = [f"{statistics.mean(v):.1f} ({min(v):.0f}–{max(v):.0f})" if v else "-" for v in values]
-            rows.append([kind, f"{share:g}", *cells])
+            of_share = [row for row in runs if row["share"] == share]
+            rows.append([kind, f"{share:g}", *(spread_of(of_share, name) for name in measures)])
     table = markdown(["edits", "share", *measures.values()], rows)
-    known = {name: statistics.mean(r["base"][name] for r in held["results"].values()) for name in ("keep", "known")}
-    return f"{table}\n\nWithout LoRA: {known['keep']:.1f} of keeping, {known['known']:.1f} of known edits."
+    base = next(iter(held["results"].values()))["base"]
+    without = f"Without LoRA: {base['keep']:.1f} of keeping, {base['known']:.1f} of known edits."
+    return f"{table}\n\n{without}"
 
 
 def growth():

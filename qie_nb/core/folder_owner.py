@@ -170,7 +170,9 @@ class FolderOwner:
 # %% ../../nbs/core/10_folder_owner.ipynb #2177ca71
 @contextmanager
 def _alone_in(folder:Path) -> Iterator[None]:
-    "Within, no other process changes who holds the folder, where the file system has locks; a killed process frees its lock."
+    """Within, no other process changes who holds the folder, where the file system has locks.
+
+    A process that is killed frees its lock."""
     with ExitStack() as stack:
         with suppress(OSError): # no locks here, as on some network drives
             if fcntl is not None:

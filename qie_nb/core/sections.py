@@ -166,8 +166,7 @@ class DataSection(Section):
     caption_dropout_rate: Real = setting(0.1, "fraction of samples trained on the empty prompt",
         on_resume="must match", needed_by="many", on_card=True, ge=0, le=1)
     identity_share: Real = setting(0.0,
-        "fraction of samples whose image before is also the image after, with the instruction "
-        "\"keep it as it is\"",
+        "fraction of samples in which nothing changes: \"keep it as it is\"",
         on_resume="must match", needed_by="many", on_card=True, ge=0, le=0.5)
     edit_mask: Literal["none", "auto"] = setting("none",
         "loss weights of pairs without a mask image: auto takes them from what changes in the pair",

@@ -36,11 +36,14 @@ def refuse_keep(
     asked = [s for s in samples if s.prompt.strip(" .!").casefold() == KEEP and s.controls]
     edits = [s.id for s in asked if source_digest(s.target) != source_digest(s.controls[0])]
     if edits:
-        raise ValueError(f"`data.identity_share` {share:g} adds pairs with the instruction {KEEP!r} in which nothing "
-                         f"changes, but {len(edits)} of your pairs change with it: {few(edits)}; give them another "
-                         "caption, or set `data.identity_share` to 0")
+        raise ValueError(
+            f"`data.identity_share` {share:g} adds pairs with the instruction {KEEP!r} in which "
+            f"nothing changes, but {len(edits)} of your pairs change with it: {few(edits)}; give them "
+            "another caption, or set `data.identity_share` to 0")
 
-def _by_first_image(samples:list) -> dict: # {digest of the first control: the first `Sample` with it}
+def _by_first_image(
+    samples:list, # of `Sample`
+) -> dict: # {digest of the first control: the first sample with it}
     "The samples with a control, one for each image."
     found = {}
     for s in samples:
@@ -50,7 +53,8 @@ def _by_first_image(samples:list) -> dict: # {digest of the first control: the f
 
 def _identity(s:Sample) -> Sample:
     "The same images before, the first of which is also the image after."
-    return replace(s, id=f"{s.id}/identity", target=s.controls[0], prompt=KEEP, mask=None, prompt_from=None)
+    return replace(s, id=f"{s.id}/identity", target=s.controls[0], prompt=KEEP,
+                   mask=None, prompt_from=None)
 
 def identity_pairs(
     samples:list, # `Sample`s, with those that are held out

@@ -122,7 +122,8 @@ class BackwardPairs(Display):
     def data(self) -> dict:
         "The folder and the verdicts, as plain values."
         verdict = self.direction.verdict if self.direction else ""
-        return dict(folder=str(self.folder), pairs=[p._asdict() for p in self.pairs], direction=verdict)
+        pairs = [p._asdict() for p in self.pairs]
+        return dict(folder=str(self.folder), pairs=pairs, direction=verdict)
 
     def summary(self) -> str:
         "One line: how many were kept, and why others were not."
@@ -203,8 +204,10 @@ def _direction(
 ) -> SwapTest:
     "Does the instruction fit from the image before to the image after, rather than back?"
     data = trainer.config.data
-    own = dict(image_size=data.image_size, crop=data.crop, control_area=data.control_area, vl_area=data.vl_area)
-    config = trainer.config.model_copy(update=dict(data=DataSection(dataset_path=str(out), **own)))
+    sizes = dict(image_size=data.image_size, crop=data.crop, control_area=data.control_area,
+                 vl_area=data.vl_area)
+    own = DataSection(dataset_path=str(out), **sizes)
+    config = trainer.config.model_copy(update=dict(data=own))
     return swap_test(trainer, n, data=ImageDataset(config))
 
 def _make(
