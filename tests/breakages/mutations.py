@@ -291,7 +291,7 @@ MUTATIONS = {
         Change("evaluation/eval_images", "added_lora",
                "remove_loras(transformer, [name])", "pass")]),
     "few steps without the trained adapter": Mutation("tests/evaluation/test_eval_schedule.py", [
-        Change("evaluation/eval_images", "added_lora", "before | {name: 1.0}", "{name: 1.0}")]),
+        Change("evaluation/eval_images", "added_lora", "before | {name: weight}", "{name: weight}")]),
     "few steps with the model's schedule": Mutation("tests/evaluation/test_eval_schedule.py", [
         Change("evaluation/eval_images", "render_eval_images", "sampling.overrides", "{}")]),
     "held-out noise of one draw": Mutation("tests/evaluation/test_evaluate.py", [
