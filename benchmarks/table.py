@@ -1,4 +1,4 @@
-"""Makes tables of docs/speed.md and docs/measured/ from benchmarks/results/*.json and the planner.
+"""Makes tables of docs/speed.md, docs/lightning.md and docs/measured/ from benchmarks/results/*.json and the planner.
 
 `python benchmarks/table.py` prints them. `--write` puts them into the pages, and the table of
 GPUs into README, too."""
@@ -198,6 +198,23 @@ def of_results(make, name):
     return lambda: make(held(name))
 
 
+def lightning_table(r):
+    "A LoRA with and without a stand-in for Lightning."
+    if not r:
+        return "Not yet measured: `python benchmarks/with_lightning.py`."
+    runs = [run["rows"] for run in r["seeds"].values()]
+
+    def cell(title, name, digits=1, factor=1):
+        values = [factor * run[title][name] for run in runs]
+        mean = sum(values) / len(values)
+        return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    rows = [[title, cell(title, "error"), cell(title, "colour"), cell(title, "effect", 0, 100), cell(title, "grid")]
+            for title in runs[0]]
+    table = markdown(["", "error", "colour", "effect, %", "grid lines"], rows)
+    return (f"{table}\n\nMean and range of {len(runs)} seeds, {r['held_out']} photographs each, grey levels; CPU, torch "
+            f"{r['torch']}, diffusers {r['diffusers']}, {r['date']}.")
+
+
 TABLES = { # {(page in docs/, mark): what makes the table}
     ("speed", "short"): short_table,
     ("measured/speed", "cards"): cards_table,
@@ -207,7 +224,8 @@ TABLES = { # {(page in docs/, mark): what makes the table}
     ("measured/text_encoder", "text_encoder"):
         of_results(text_encoder_table, "text_encoder_precision"),
     ("measured/speed", "gpu"): of_results(gpu_table, "step_gpu"),
-    ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal")}
+    ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal"),
+    ("lightning", "lightning"): of_results(lightning_table, "with_lightning")}
 
 
 def filled(page:str, mark:str, table:str) -> str:

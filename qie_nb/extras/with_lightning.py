@@ -8,7 +8,7 @@ __all__ = ['PERIOD', 'LEAST_SIDE', 'STEEPEST', 'LEAST_BESIDE', 'FOUND', 'WEAK', 
            'next_strength', 'advice', 'made_for', 'check_made_for', 'FewSteps', 'few_steps_of', 'lightning_columns',
            'LightningComparison', 'Rows', 'held_out_rows', 'with_lightning']
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #6b3e0ec0
+# %% ../../nbs/extras/07_with_lightning.ipynb #c4c7aac3
 import math
 from dataclasses import replace
 from itertools import product
@@ -27,13 +27,13 @@ from ..lora.formats import check_lora, lora_info, lora_layers
 from ..sampling.denoising import pick_schedule, sampling_text
 from ..sampling.edits import at_size, spread
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #234dcd23
+# %% ../../nbs/extras/07_with_lightning.ipynb #cbdd7992
 PERIOD = 16 # pixels of a token: the VAE's factor 8, and patches of 2
 LEAST_SIDE = 6 * PERIOD # pixels; fewer periods cannot be told from chance
 STEEPEST = 16. # grey levels from pixel to pixel; an edge in the photograph counts no more
-LEAST_BESIDE = 1 / 16 # grey levels squared: on flat images, lines below half a grey level are not found
-FOUND = 6. # times the energy beside; 2100 crops of the package's photographs and of scikit-image's,
-# 128 pixels or more: at most 5.7; at 96 pixels 0.5 % have more
+LEAST_BESIDE = 1 / 16 # grey levels squared; on flat images, half a grey level is not found
+FOUND = 6. # times the energy beside; both directions of 2250 crops of photographs (the package's
+# and scikit-image's, 128 to 512 pixels): at most 5.7; at 96 pixels 1 in 200 has more than 6
 
 class LineEnergy(NamedTuple):
     "How much energy lines in one direction have, grey levels squared."
@@ -51,8 +51,9 @@ def line_energy(
 ) -> LineEnergy: # of zeros for less than `LEAST_SIDE` pixels
     """Energy of lines at `PERIOD`, and beside.
 
-    With d the mean difference of neighbouring pixels and S its discrete Fourier transform over whole periods, n pixels:
-    16 * sum of 2 |S(k / 16)|**2 / n**2 over k = 1, 3, 5, 7. A comb of lines one pixel wide and a grey levels high has a**2."""
+    S is the discrete Fourier transform of the mean difference of neighbouring pixels, over whole
+    periods, n pixels: 16 * sum of 2 |S(k / 16)|**2 / n**2 over k = 1, 3, 5, 7. Lines one pixel
+    wide and a grey levels high, one every 16 pixels, have a**2."""
     steps = np.diff(np.moveaxis(grey, axis, 0), axis=0, prepend=0)
     steps[0] = 0
     profile = steps.clip(-STEEPEST, STEEPEST).mean(1)
@@ -61,7 +62,7 @@ def line_energy(
         return LineEnergy(0., 0.)
     whole = profile[:periods * PERIOD]
     power = PERIOD * 2 * np.abs(np.fft.rfft(whole - whole.mean()))**2 / len(whole)**2
-    odd = periods * np.arange(1, PERIOD // 2, 2) # frequencies of the grid, without those of half its period
+    odd = periods * np.arange(1, PERIOD // 2, 2) # without the frequencies of half the period
     near = np.arange(1, (periods + 1) // 2) # up to half way to the next multiple
     beside = [power[odd + sign * offset] for sign in (-1, 1) for offset in near]
     return LineEnergy(float(power[odd].sum()), float(np.mean(beside)) * len(odd))
@@ -96,11 +97,15 @@ def grid_lines(
         ratios.append(found.grid / allowed)
     return GridLines(*strengths, max(ratios))
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #ab0e6883
+# %% ../../nbs/extras/07_with_lightning.ipynb #bba13fbb
 def effect_of(
-    image:np.ndarray, without:np.ndarray, reference:np.ndarray, # uint8 [H, W, 3]: with both, neither, your LoRA alone
+    image:np.ndarray, # uint8 [H, W, 3], with your LoRA and Lightning
+    without:np.ndarray, # with neither
+    reference:np.ndarray, # with your LoRA alone
 ) -> float|None: # None where your LoRA changes nothing
-    "How far an edit goes in the direction of your LoRA: <image - without, reference - without> / |reference - without|**2."
+    """How far an edit goes in the direction of your LoRA.
+
+    With way = reference - without: <image - without, way> / <way, way>."""
     way = reference.astype(float) - without
     length = float((way**2).sum())
     if length < way.size / 4: # half a grey level
@@ -120,14 +125,14 @@ class Measured(NamedTuple):
     steps: int
     strength: float # of your LoRA
     few_steps_strength: float # of the Lightning LoRA; 0: without
-    error: float # root mean square difference from the images after; unknown ones: from your LoRA alone
+    error: float # root mean square distance from the images after, or from your LoRA alone
     colour: float # against the same images
     effect: float|None # 1: as your LoRA alone
     place: str # shift and scale that are worth a word, medians
     grid: float # strength of grid lines
     gridded: float # share of the images in which lines are found
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #37a836fc
+# %% ../../nbs/extras/07_with_lightning.ipynb #5d703232
 def measured(
     comparison:Comparison, # the first column without LoRA, the second one with yours alone
 ) -> list: # of `Measured`, one a column
@@ -155,7 +160,7 @@ def measured(
             float(np.mean([found.found for found in grids]))))
     return out
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #28f6e77b
+# %% ../../nbs/extras/07_with_lightning.ipynb #568df5fd
 WEAK = 0.1 # difference of the effect that is worth another try
 STRONGEST = 1.5 # strength to try at most; above it, LoRAs damage images
 COLOUR = 3. # grey levels of colour that Lightning may add
@@ -164,7 +169,7 @@ def _is_gridded(column:Measured) -> bool:
     "Do most images have grid lines?"
     return column.gridded > 0.5
 
-def next_strength(column:Measured) -> float: # a multiple of 0.05; the column's own one if its effect is right
+def next_strength(column:Measured) -> float: # a multiple of 0.05; its own if the effect is right
     "The strength of your LoRA at which the effect should be as without Lightning."
     if column.effect is None or abs(column.effect - 1) <= WEAK:
         return column.strength
@@ -178,24 +183,27 @@ def advice(
     alone, fast = columns[1], columns[2:]
     clean = [column for column in fast if not _is_gridded(column)]
     if not clean and _is_gridded(alone):
-        return (f"Your LoRA makes grid lines without Lightning, too ({alone.grid:.1f} grey levels): use an earlier "
-                "checkpoint, or a strength below 1.")
+        return (f"Your LoRA makes grid lines without Lightning, too ({alone.grid:.1f} grey "
+                "levels): use an earlier checkpoint, or a strength below 1.")
     best = min(clean or fast, key=lambda column: column.error)
-    how = f"{best.steps} steps, your LoRA at {best.strength:g} and Lightning at {best.few_steps_strength:g}"
+    how = (f"{best.steps} steps, your LoRA at {best.strength:g} and "
+           f"Lightning at {best.few_steps_strength:g}")
     if not clean:
-        return (f"Every column with Lightning has grid lines ({best.grid:.1f} grey levels with {how}): try "
-                "lightning_strengths=[0.8], then a Lightning file for exactly this model.")
+        return (f"Every column with Lightning has grid lines ({best.grid:.1f} grey levels with "
+                f"{how}): try lightning_strengths=[0.8], then a Lightning file for exactly this "
+                "model.")
     strength = next_strength(best)
     if strength != best.strength:
         word = "weaker" if best.effect < 1 else "stronger"
         return (f"With Lightning the edit is {word} ({100 * best.effect:.0f} % with {how}): try "
                 f"lora_strengths=[{strength:g}].")
     if best.colour > alone.colour + COLOUR:
-        return (f"With Lightning the colours are off by {best.colour:.1f} grey levels ({alone.colour:.1f} without it): "
-                "try lightning_strengths=[0.8].")
-    return f"Use {how}: error {best.error:.1f} grey levels, {alone.error:.1f} with your LoRA at {alone.steps} steps."
+        return (f"With Lightning the colours are off by {best.colour:.1f} grey levels "
+                f"({alone.colour:.1f} without it): try lightning_strengths=[0.8].")
+    return (f"Use {how}: error {best.error:.1f} grey levels, {alone.error:.1f} with your LoRA at "
+            f"{alone.steps} steps.")
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #88dee3b4
+# %% ../../nbs/extras/07_with_lightning.ipynb #35ac4f0f
 def made_for(
     file:Path, info:dict, # of a LoRA, and what its header says
 ) -> str: # a variant's name; "" if it is not known
@@ -213,11 +221,13 @@ def check_made_for(
     file:Path, info:dict,
 ):
     "Raises ValueError if a LoRA was made for another model of the family."
-    mine, other = trainer.components.variant.name, made_for(file, info)
+    mine = trainer.components.variant.name
+    other = made_for(file, info)
     if other and other != mine:
         model = PUBLISHED_MODELS.get(other, other)
         raise ValueError(f"`{argument}` {str(file)!r} was made for {model}, and this model is "
-                         f"{PUBLISHED_MODELS.get(mine, mine)}, so images would be wrong; give a file for this one")
+                         f"{PUBLISHED_MODELS.get(mine, mine)}, so images would be wrong; give a "
+                         "file for this one")
 
 class FewSteps(NamedTuple):
     "A Lightning LoRA, and how to sample with it."
@@ -239,7 +249,8 @@ def few_steps_of(
     out = []
     for count, path in wanted.items():
         if type(count) is not int or count < 1:
-            raise ValueError(f"`steps` must be whole numbers of 1 or more, got {count!r}; 8 and 4 are usual")
+            raise ValueError(f"`steps` must be whole numbers of 1 or more, got {count!r}; 8 and 4 "
+                             "are usual")
         one = found[str(path)]
         out.append(FewSteps(one.file, replace(one.schedule, steps=count)))
     return out
@@ -253,11 +264,12 @@ def _few_step_file(trainer, path:str) -> FewSteps:
     check_made_for(trainer, "lightning", file, info)
     schedule, _ = pick_schedule("auto", [(file, info)])
     if schedule.name == "none":
-        raise ValueError(f"`lightning` {str(path)!r} does not say that it is a LoRA for few steps; give a file named "
-                         "like ...Lightning-4steps.safetensors, or one written by save_lora with `schedule`")
+        raise ValueError(f"`lightning` {str(path)!r} does not say that it is a LoRA for few steps; "
+                         "give a file named like ...Lightning-4steps.safetensors, or one written by "
+                         "save_lora with `schedule`")
     return FewSteps(file, schedule)
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #507fc72b
+# %% ../../nbs/extras/07_with_lightning.ipynb #3da46f7e
 def lightning_columns(
     trainer:"QwenImageEditTrainer",
     lora:str|Path, # as `find_adapter` takes it, or "now"
@@ -265,19 +277,22 @@ def lightning_columns(
     lora_strengths:list|tuple=(1.,),
     lightning_strengths:list|tuple=(1.,),
     seed:int=0, # of the noise
-    steps:int=None, true_cfg_scale:float=None, # of the columns without Lightning; default as `predict`
+    steps:int=None, # of the columns without Lightning; default as `predict`
+    true_cfg_scale:float=None, # of the same
 ) -> list: # of `Column`
     "Without LoRA, your LoRA, then with Lightning."
-    for name, strengths in (("lora_strengths", lora_strengths), ("lightning_strengths", lightning_strengths)):
+    given = dict(lora_strengths=lora_strengths, lightning_strengths=lightning_strengths)
+    for name, strengths in given.items():
         if not isinstance(strengths, (list, tuple)) or not strengths:
-            raise ValueError(f"`{name}` must be a list of numbers, got {strengths!r}; e.g. [1, 1.25]")
+            raise ValueError(f"`{name}` must be a list of numbers, got {strengths!r}; give e.g. "
+                             "[1, 1.25]")
         check_adapter_weights({f"{name} {strength}": strength for strength in strengths})
     if lora == NOW and not trainer.active_adapters():
         raise ValueError("no LoRA is active; give `lora`, or call load_lora() first")
     bare, alone = columns_of(trainer, [BASE, lora], None, [seed], None, steps, true_cfg_scale)
     if alone.scheduler:
-        raise ValueError(f"`lora` {alone.title!r} is sampled in {alone.steps} steps already; give your LoRA alone, "
-                         "and the LoRA for few steps as `lightning`")
+        raise ValueError(f"`lora` {alone.title!r} is sampled in {alone.steps} steps already; give "
+                         "your LoRA alone, and the LoRA for few steps as `lightning`")
     info = lora_info(alone.file) if alone.file else trainer.lora_origin
     check_made_for(trainer, "lora", alone.file or alone.title, info)
     columns = [bare, alone]
@@ -287,8 +302,9 @@ def lightning_columns(
             title = f"{alone.title} {strength:g} + Lightning {speed:g}"
         how = one.schedule
         columns.append(replace(
-            alone, title=title, weight=float(strength), few_steps=one.file, few_steps_weight=float(speed),
-            steps=how.steps, true_cfg_scale=how.true_cfg_scale, scheduler=tuple(how.scheduler.items())))
+            alone, title=title, weight=float(strength), few_steps=one.file,
+            few_steps_weight=float(speed), steps=how.steps, true_cfg_scale=how.true_cfg_scale,
+            scheduler=tuple(how.scheduler.items())))
     return columns
 
 class LightningComparison(Display):
@@ -307,16 +323,17 @@ class LightningComparison(Display):
 
     def table(self) -> tuple: # (titles, rows of texts)
         "The columns as rows of a table."
-        known = self.comparison.targets is not None
-        head = ("", "sampling", "error" if known else "from your LoRA", "colour", "effect", "grid lines", "drift")
+        error = "from your LoRA" if self.comparison.targets is None else "error"
+        head = ("", "sampling", error, "colour", "effect", "grid lines", "drift")
         rows = []
         for column, made in zip(self.columns, self.comparison.columns):
             effect = "" if column.effect is None else f"{100 * column.effect:.0f} %"
             lines = f"{column.grid:.1f}"
             if column.gridded:
                 lines += f" (in {100 * column.gridded:.0f} % of the images)"
-            rows.append((column.title, sampling_text(made.steps, made.true_cfg_scale), f"{column.error:.1f}",
-                         f"{column.colour:.1f}", effect, lines, column.place))
+            sampling = sampling_text(made.steps, made.true_cfg_scale)
+            rows.append((column.title, sampling, f"{column.error:.1f}", f"{column.colour:.1f}",
+                         effect, lines, column.place))
         return head, rows
 
     def __repr__(self):
@@ -334,7 +351,7 @@ class LightningComparison(Display):
         import ipywidgets
         return ipywidgets.HTML(self.html())
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #9c46b3e8
+# %% ../../nbs/extras/07_with_lightning.ipynb #92a55b86
 class Rows(NamedTuple):
     "Edits to compare."
     images: list
@@ -362,19 +379,21 @@ def held_out_rows(
 
 def with_lightning(
     trainer:"QwenImageEditTrainer", # after `fit`, or with a model alone
-    lightning:str|Path|dict, # a Lightning LoRA for all of `steps`, or {steps: LoRA}; a path or hub id
+    lightning:str|Path|dict, # a LoRA for all of `steps`, or {steps: LoRA}; a path or hub id
     images:object=None, prompts:object=None, # as in `compare_edits`; default held-out pairs
     targets:list=None, # the images after, one a row, to measure the error
     lora:str|Path=NOW, # yours: a file, folder, checkpoint or hub id; default the active one
     steps:list|tuple=(8, 4), # numbers of steps with one Lightning LoRA
-    lora_strengths:list|tuple=(1.,), lightning_strengths:list|tuple=(1.,), # each of one with each of the other
+    lora_strengths:list|tuple=(1.,), # of yours
+    lightning_strengths:list|tuple=(1.,), # each with each of yours
     pairs:int=4, # held-out pairs, where no images are given
     seed:int=0, # of the noise
-    num_inference_steps:int=None, true_cfg_scale:float=None, # without Lightning; default as `predict`
+    num_inference_steps:int=None, # without Lightning; default as `predict`
+    true_cfg_scale:float=None, # the same
     height:int=None, width:int=None, # pixels; default from each first image's aspect
     progress:bool=True, # show rate and time left?
 ) -> LightningComparison:
-    "The same edits without LoRA, with yours, and with yours and Lightning; files are checked first."
+    "The same edits without LoRA, with yours, and with yours and Lightning; checks files first."
     fast = few_steps_of(trainer, lightning, steps)
     trainer.load_configured_loras()
     columns = lightning_columns(trainer, lora, fast, lora_strengths, lightning_strengths, seed,
@@ -386,5 +405,5 @@ def with_lightning(
         layers += lora_layers(file)
     trainer.adapters.pick_modulation(training=False, adapters=layers)
     return LightningComparison(compare_edits(
-        trainer, images, prompts, targets=targets, seed=seed, height=height, width=width, progress=progress,
-        columns=columns))
+        trainer, images, prompts, targets=targets, seed=seed, height=height, width=width,
+        progress=progress, columns=columns))
