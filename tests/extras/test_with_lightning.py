@@ -234,6 +234,21 @@ def test_held_out_pairs_are_the_default(files, published, tmp_path):
     assert got.comparison.targets and "error" in got.table()[0] and got.columns[1].error > 1
 
 
+def test_after_a_run_its_own_lora_is_compared(tmp_path):
+    data = make_pairs(tmp_path/"pairs", "duotone", 6)
+    config = dict(
+        preset="tiny", data=dict(dataset_path=str(data)), cache=dict(cache_dir=str(tmp_path/"cache")),
+        train=dict(output_dir=str(tmp_path/"out"), max_train_steps=2, val_fraction=0.3, eval_steps=None),
+        logging=dict(report_to="none", panel=False))
+    fast = QwenImageEditTrainer(dict(preset="tiny")).set_lora().save_lora(tmp_path/"made.safetensors")
+    fast = fast.rename(tmp_path/"tiny-Lightning-4steps.safetensors")
+    t = QwenImageEditTrainer(config).fit()
+    before = state_of(t)
+    got = with_lightning(t, fast, steps=[2], pairs=2, num_inference_steps=2, progress=False)
+    assert len(got.columns) == 3 and len(got.comparison.edits) == 2
+    assert same_state(before, state_of(t)) and t.active_adapters() == dict(default=1.0)
+
+
 @pytest.mark.parametrize("data, why", [
     (False, "`data.dataset_path` is not set"),
     (True, "none are held out; set `train.val_fraction`")])
