@@ -5,8 +5,8 @@ ones are made: by distillation. The tiny model edits photographs with instructio
 in 16 guided steps at Lightning's noise levels, and a LoRA learns to go two or four of these steps
 at once, without guidance. Then, for each seed, a LoRA learns an edit that the model does not know,
 and edits held-out photographs alone and with Lightning at several strengths. Error and colour are
-against the true edit, in grey levels; effect is how far an edit goes compared with the LoRA alone;
-grid lines are of period 16. About ten minutes on one idle core. The results go to
+against the true edit, in grey levels; effect is how far an edit goes towards it; grid lines are of
+period 16. About ten minutes on one idle core. The results go to
 benchmarks/results/with_lightning.json, and from there into docs/lightning.md
 (benchmarks/table.py).
 """
@@ -218,7 +218,7 @@ def run(
 ) -> dict: # {column: {measure: number}}
     "One seed: train, and edit held-out photographs in all ways."
     from PIL import Image
-    from qie_nb.evaluation.compare import compare_edits
+    from qie_nb.evaluation.compare import Comparison, compare_edits
     from qie_nb.extras.with_lightning import advice, few_steps_of, lightning_columns, measured
     from qie_nb.tiny.photos import EDITS, make_pairs
     from qie_nb.trainer import QwenImageEditTrainer
@@ -237,15 +237,19 @@ def run(
     images = [Image.open(held_out/"control_images"/name) for name in names]
     targets = [Image.open(held_out/"training_images"/name) for name in names]
     prompts = [EDITS[EDIT].instruction] * len(names)
-    found = measured(compare_edits(judge, images, prompts, targets=targets, height=SIDE, width=SIDE,
-                                   columns=columns, progress=False))
+    made = compare_edits(judge, images, prompts, targets=targets, height=SIDE, width=SIDE,
+                         columns=columns, progress=False)
+    found = measured(made)
+    unknown = measured(Comparison(made.columns, made.edits, made.images)) # no images after
     titles = ["without LoRA, 20 steps", "LoRA, 20 steps", *(title_of(*fast) for fast in FAST)]
     kept = ("error", "colour", "effect", "grid", "gridded", "place")
     rows = {}
-    for title, column in zip(titles, found, strict=True):
+    for title, column, alone in zip(titles, found, unknown, strict=True):
         rows[title] = {name: getattr(column, name) for name in kept}
+        rows[title]["effect_of_alone"] = alone.effect
     print(f"seed {seed}: {advice(found[:4])}", flush=True)
-    return dict(rows=rows, advice=advice(found[:4]), advice_from_all=advice(found[:8]))
+    return dict(rows=rows, advice=advice(found[:4]), advice_from_all=advice(found[:8]),
+                advice_without_after=advice(unknown[:4]))
 
 
 def main():

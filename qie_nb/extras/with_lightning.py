@@ -8,7 +8,7 @@ __all__ = ['PERIOD', 'LEAST_SIDE', 'STEEPEST', 'LEAST_BESIDE', 'FOUND', 'WEAK', 
            'next_strength', 'advice', 'made_for', 'check_made_for', 'FewSteps', 'few_steps_of', 'lightning_columns',
            'LightningComparison', 'Rows', 'held_out_rows', 'with_lightning']
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #c4c7aac3
+# %% ../../nbs/extras/07_with_lightning.ipynb #f600a7ca
 import math
 from dataclasses import replace
 from itertools import product
@@ -27,7 +27,7 @@ from ..lora.formats import check_lora, lora_info, lora_layers
 from ..sampling.denoising import pick_schedule, sampling_text
 from ..sampling.edits import at_size, spread
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #cbdd7992
+# %% ../../nbs/extras/07_with_lightning.ipynb #19fd509a
 PERIOD = 16 # pixels of a token: the VAE's factor 8, and patches of 2
 LEAST_SIDE = 6 * PERIOD # pixels; fewer periods cannot be told from chance
 STEEPEST = 16. # grey levels from pixel to pixel; an edge in the photograph counts no more
@@ -97,16 +97,16 @@ def grid_lines(
         ratios.append(found.grid / allowed)
     return GridLines(*strengths, max(ratios))
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #bba13fbb
+# %% ../../nbs/extras/07_with_lightning.ipynb #13be96e6
 def effect_of(
     image:np.ndarray, # uint8 [H, W, 3], with your LoRA and Lightning
     without:np.ndarray, # with neither
-    reference:np.ndarray, # with your LoRA alone
-) -> float|None: # None where your LoRA changes nothing
-    """How far an edit goes in the direction of your LoRA.
+    wanted:np.ndarray, # the image after, or with your LoRA alone
+) -> float|None: # None where nothing is to change
+    """How far an edit goes.
 
-    With way = reference - without: <image - without, way> / <way, way>."""
-    way = reference.astype(float) - without
+    With way = wanted - without: <image - without, way> / <way, way>."""
+    way = wanted.astype(float) - without
     length = float((way**2).sum())
     if length < way.size / 4: # half a grey level
         return None
@@ -127,12 +127,12 @@ class Measured(NamedTuple):
     few_steps_strength: float # of the Lightning LoRA; 0: without
     error: float # root mean square distance from the images after, or from your LoRA alone
     colour: float # against the same images
-    effect: float|None # 1: as your LoRA alone
+    effect: float|None # 1: as far as the images after, or as your LoRA alone
     place: str # shift and scale that are worth a word, medians
     grid: float # strength of grid lines
     gridded: float # share of the images in which lines are found
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #5d703232
+# %% ../../nbs/extras/07_with_lightning.ipynb #6f079ec9
 def measured(
     comparison:Comparison, # the first column without LoRA, the second one with yours alone
 ) -> list: # of `Measured`, one a column
@@ -142,7 +142,7 @@ def measured(
     out = []
     for k, column in enumerate(comparison.columns):
         images = [row[k] for row in rows]
-        effects = [effect_of(row[k], row[0], row[1]) for row in rows]
+        effects = [effect_of(row[k], row[0], wanted) for row, wanted in zip(rows, after)]
         known = [effect for effect in effects if effect is not None]
         grids = []
         for n, image in enumerate(images):
@@ -160,7 +160,7 @@ def measured(
             float(np.mean([found.found for found in grids]))))
     return out
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #568df5fd
+# %% ../../nbs/extras/07_with_lightning.ipynb #7f9b9a65
 WEAK = 0.1 # difference of the effect that is worth another try
 STRONGEST = 1.5 # strength to try at most; above it, LoRAs damage images
 COLOUR = 3. # grey levels of colour that Lightning may add
@@ -169,12 +169,15 @@ def _is_gridded(column:Measured) -> bool:
     "Do most images have grid lines?"
     return column.gridded > 0.5
 
-def next_strength(column:Measured) -> float: # a multiple of 0.05; its own if the effect is right
-    "The strength of your LoRA at which the effect should be as without Lightning."
-    if column.effect is None or abs(column.effect - 1) <= WEAK:
+def next_strength(
+    column:Measured,
+    wanted:float=1., # effect
+) -> float: # a multiple of 0.05; its own if the effect is right
+    "The strength of your LoRA at which the effect should be as wanted."
+    if column.effect is None or abs(column.effect - wanted) <= WEAK * wanted:
         return column.strength
-    wanted = column.strength / max(column.effect, 0.1)
-    return round(min(max(wanted, 0.5), STRONGEST) * 20) / 20
+    exact = column.strength * wanted / max(column.effect, 0.1)
+    return round(min(max(exact, 0.5), STRONGEST) * 20) / 20
 
 def advice(
     columns:list, # of `Measured`: without LoRA, your LoRA alone, then with Lightning
@@ -192,18 +195,19 @@ def advice(
         return (f"Every column with Lightning has grid lines ({best.grid:.1f} grey levels with "
                 f"{how}): try lightning_strengths=[0.8], then a Lightning file for exactly this "
                 "model.")
-    strength = next_strength(best)
-    if strength != best.strength:
-        word = "weaker" if best.effect < 1 else "stronger"
-        return (f"With Lightning the edit is {word} ({100 * best.effect:.0f} % with {how}): try "
-                f"lora_strengths=[{strength:g}].")
+    wanted = min(1., alone.effect or 1.) # guidance may make your LoRA alone too strong
+    strength = next_strength(best, wanted)
+    if best.error > alone.error and strength != best.strength:
+        word = "weaker" if best.effect < wanted else "stronger"
+        return (f"With Lightning the edit is {word} (effect {100 * best.effect:.0f} % with {how}; "
+                f"{100 * alone.effect:.0f} % without): try lora_strengths=[{strength:g}].")
     if best.colour > alone.colour + COLOUR:
         return (f"With Lightning the colours are off by {best.colour:.1f} grey levels "
                 f"({alone.colour:.1f} without it): try lightning_strengths=[0.8].")
     return (f"Use {how}: error {best.error:.1f} grey levels, {alone.error:.1f} with your LoRA at "
             f"{alone.steps} steps.")
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #35ac4f0f
+# %% ../../nbs/extras/07_with_lightning.ipynb #ae670602
 def made_for(
     file:Path, info:dict, # of a LoRA, and what its header says
 ) -> str: # a variant's name; "" if it is not known
@@ -269,7 +273,7 @@ def _few_step_file(trainer, path:str) -> FewSteps:
                          "save_lora with `schedule`")
     return FewSteps(file, schedule)
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #3da46f7e
+# %% ../../nbs/extras/07_with_lightning.ipynb #87e7d8e0
 def lightning_columns(
     trainer:"QwenImageEditTrainer",
     lora:str|Path, # as `find_adapter` takes it, or "now"
@@ -351,7 +355,7 @@ class LightningComparison(Display):
         import ipywidgets
         return ipywidgets.HTML(self.html())
 
-# %% ../../nbs/extras/07_with_lightning.ipynb #92a55b86
+# %% ../../nbs/extras/07_with_lightning.ipynb #042e9ffb
 class Rows(NamedTuple):
     "Edits to compare."
     images: list
