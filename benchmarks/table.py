@@ -198,6 +198,20 @@ def of_results(make, name):
     return lambda: make(held(name))
 
 
+def planted_text(
+    rows:list, # of {period, height, found, of}
+) -> str:
+    "Grid lines that were planted in photographs, and how many were found."
+    images = rows[0]["of"]
+    grid = [row for row in rows if row["period"] == 16]
+    others = [row for row in rows if row["period"] != 16]
+    periods = ", ".join(str(period) for period in dict.fromkeys(row["period"] for row in others))
+    found = ", ".join(f"{row['height']}: {row['found']}" for row in grid)
+    wrong = sum(row["found"] for row in others)
+    return (f"Planted lines found in {images} photographs, by their grey levels: {found}; at periods {periods}: "
+            f"{wrong} of {images * len(others)}.")
+
+
 def lightning_table(r):
     "A LoRA with and without a stand-in for Lightning."
     if not r:
@@ -208,11 +222,13 @@ def lightning_table(r):
         values = [factor * run[title][name] for run in runs]
         mean = sum(values) / len(values)
         return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-    rows = [[title, cell(title, "error"), cell(title, "colour"), cell(title, "effect", 0, 100), cell(title, "grid")]
-            for title in runs[0]]
+    rows = []
+    for title in runs[0]:
+        rows.append([title, cell(title, "error"), cell(title, "colour"),
+                     cell(title, "effect", 0, 100), cell(title, "grid")])
     table = markdown(["", "error", "colour", "effect, %", "grid lines"], rows)
-    return (f"{table}\n\nMean and range of {len(runs)} seeds, {r['held_out']} photographs each, grey levels; CPU, torch "
-            f"{r['torch']}, diffusers {r['diffusers']}, {r['date']}.")
+    return (f"{table}\n\n{len(runs)} seeds (mean, range), {r['held_out']} photographs each, grey levels. "
+            f"{planted_text(r['planted'])} CPU, torch {r['torch']}, diffusers {r['diffusers']}, {r['date']}.")
 
 
 TABLES = { # {(page in docs/, mark): what makes the table}

@@ -188,6 +188,9 @@ def advice(
     if not clean and _is_gridded(alone):
         return (f"Your LoRA makes grid lines without Lightning, too ({alone.grid:.1f} grey "
                 "levels): use an earlier checkpoint, or a strength below 1.")
+    if alone.effect is not None and alone.effect <= WEAK:
+        return (f"Your LoRA changes hardly anything without Lightning, too (effect "
+                f"{100 * alone.effect:.0f} %): train it longer, or use another checkpoint.")
     best = min(clean or fast, key=lambda column: column.error)
     how = (f"{best.steps} steps, your LoRA at {best.strength:g} and "
            f"Lightning at {best.few_steps_strength:g}")

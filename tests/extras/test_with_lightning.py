@@ -145,6 +145,8 @@ ALONE = column(steps=20, few_steps_strength=0., error=9.)
     ([column(effect=0.6)], ALONE._replace(effect=1.4), "lora_strengths=[1.5]"),
     ([column(effect=1.)], ALONE._replace(effect=1.4), "Use 8 steps"),
     ([column(effect=0.7, error=8.)], ALONE, "Use 8 steps"),
+    ([column(effect=0.7)], ALONE._replace(effect=-0.2),
+     "hardly anything without Lightning, too (effect -20 %)"),
     ([column(effect=None)], ALONE, "Use 8 steps"),
     ([column(colour=8.)], ALONE, "colours are off by 8.0")], ids=str)
 def test_the_advice_follows_from_the_numbers(fast, alone, sentence):
