@@ -4,7 +4,7 @@
 GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent/"docs"
@@ -206,9 +206,11 @@ def planted_text(
     grid = [row for row in rows if row["period"] == 16]
     others = [row for row in rows if row["period"] != 16]
     periods = ", ".join(str(period) for period in dict.fromkeys(row["period"] for row in others))
-    found = ", ".join(f"{row['height']}: {row['found']}" for row in grid)
+    heights = ", ".join(str(row["height"]) for row in grid)
+    counts = ", ".join(str(row["found"]) for row in grid)
+    found = f"{heights} grey levels: in {counts} of {images}"
     wrong = sum(row["found"] for row in others)
-    return (f"Planted lines found in {images} photographs, by their grey levels: {found}; at periods {periods}: "
+    return (f"Planted lines found, {found} photographs; periods {periods}: "
             f"{wrong} of {images * len(others)}.")
 
 
@@ -220,15 +222,17 @@ def lightning_table(r):
 
     def cell(title, name, digits=1, factor=1):
         values = [factor * run[title][name] for run in runs]
-        mean = sum(values) / len(values)
-        return f"{mean:.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+        return f"{mean(values):.{digits}f}±{stdev(values):.{digits}f}"
     rows = []
-    for title in runs[0]:
-        rows.append([title, cell(title, "error"), cell(title, "colour"),
-                     cell(title, "effect", 0, 100), cell(title, "grid")])
-    table = markdown(["", "error", "colour", "effect, %", "grid lines"], rows)
-    return (f"{table}\n\n{len(runs)} seeds (mean, range), {r['held_out']} photographs each, grey levels. "
-            f"{planted_text(r['planted'])} CPU, torch {r['torch']}, diffusers {r['diffusers']}, {r['date']}.")
+    for title, first in runs[0].items():
+        if first["strength"] == 0.8:
+            continue # between the others
+        rows.append([first["steps"], f"{first['strength']:g}", f"{first['few_steps_strength']:g}",
+                     cell(title, "error"), cell(title, "colour"), cell(title, "effect", 0, 100),
+                     cell(title, "grid")])
+    head = ["steps", "LoRA", "Lightning", "error", "colour", "effect, %", "grid lines"]
+    return (f"{markdown(head, rows)}\n\n{len(runs)} seeds, {r['held_out']} photographs, grey levels. "
+            f"{planted_text(r['planted'])} CPU, torch {r['torch']}.")
 
 
 TABLES = { # {(page in docs/, mark): what makes the table}

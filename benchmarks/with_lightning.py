@@ -242,14 +242,15 @@ def run(
     found = measured(made)
     unknown = measured(Comparison(made.columns, made.edits, made.images)) # no images after
     titles = ["without LoRA, 20 steps", "LoRA, 20 steps", *(title_of(*fast) for fast in FAST)]
-    kept = ("error", "colour", "effect", "grid", "gridded", "place")
+    kept = ("steps", "strength", "few_steps_strength", "error", "colour", "effect", "grid",
+            "gridded", "place")
     rows = {}
     for title, column, alone in zip(titles, found, unknown, strict=True):
         rows[title] = {name: getattr(column, name) for name in kept}
         rows[title]["effect_of_alone"] = alone.effect
     print(f"seed {seed}: {advice(found[:4])}", flush=True)
-    return dict(rows=rows, advice=advice(found[:4]), advice_from_all=advice(found[:8]),
-                advice_without_after=advice(unknown[:4]))
+    print(f"without images after: {advice(unknown[:4])}", flush=True)
+    return dict(rows=rows)
 
 
 def main():

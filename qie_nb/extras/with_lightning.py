@@ -206,7 +206,8 @@ def advice(
                 f"{100 * alone.effect:.0f} % without): try lora_strengths=[{strength:g}].")
     if best.colour > alone.colour + COLOUR:
         return (f"With Lightning the colours are off by {best.colour:.1f} grey levels "
-                f"({alone.colour:.1f} without it): try lightning_strengths=[0.8].")
+                f"({alone.colour:.1f} without it): try lora_strengths=[1, 1.25] and "
+                "lightning_strengths=[0.8, 1].")
     return (f"Use {how}: error {best.error:.1f} grey levels, {alone.error:.1f} with your LoRA at "
             f"{alone.steps} steps.")
 
