@@ -1,10 +1,10 @@
-"""Makes tables of docs/speed.md and docs/measured/ from benchmarks/results/*.json and the planner.
+"""Makes tables of docs/speed.md, docs/lightning.md and docs/measured/ from benchmarks/results/*.json and the planner.
 
 `python benchmarks/table.py` prints them. `--write` puts them into the pages, and the table of
 GPUs into README, too."""
 import argparse, json, re
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent/"docs"
@@ -198,6 +198,43 @@ def of_results(make, name):
     return lambda: make(held(name))
 
 
+def planted_text(
+    rows:list, # of {period, height, found, of}
+) -> str:
+    "Grid lines that were planted in photographs, and how many were found."
+    images = rows[0]["of"]
+    grid = [row for row in rows if row["period"] == 16]
+    others = [row for row in rows if row["period"] != 16]
+    periods = ", ".join(str(period) for period in dict.fromkeys(row["period"] for row in others))
+    heights = ", ".join(str(row["height"]) for row in grid)
+    counts = ", ".join(str(row["found"]) for row in grid)
+    found = f"{heights} grey levels: in {counts} of {images}"
+    wrong = sum(row["found"] for row in others)
+    return (f"Planted lines found, {found} photographs; periods {periods}: "
+            f"{wrong} of {images * len(others)}.")
+
+
+def lightning_table(r):
+    "A LoRA with and without a stand-in for Lightning."
+    if not r:
+        return "Not yet measured: `python benchmarks/with_lightning.py`."
+    runs = [run["rows"] for run in r["seeds"].values()]
+
+    def cell(title, name, digits=1, factor=1):
+        values = [factor * run[title][name] for run in runs]
+        return f"{mean(values):.{digits}f}±{stdev(values):.{digits}f}"
+    rows = []
+    for title, first in runs[0].items():
+        if first["strength"] == 0.8:
+            continue # between the others
+        rows.append([first["steps"], f"{first['strength']:g}", f"{first['few_steps_strength']:g}",
+                     cell(title, "error"), cell(title, "colour"), cell(title, "effect", 0, 100),
+                     cell(title, "grid")])
+    head = ["steps", "LoRA", "Lightning", "error", "colour", "effect, %", "grid lines"]
+    return (f"{markdown(head, rows)}\n\n{len(runs)} seeds, {r['held_out']} photographs, grey levels. "
+            f"{planted_text(r['planted'])} CPU, torch {r['torch']}.")
+
+
 TABLES = { # {(page in docs/, mark): what makes the table}
     ("speed", "short"): short_table,
     ("measured/speed", "cards"): cards_table,
@@ -207,7 +244,8 @@ TABLES = { # {(page in docs/, mark): what makes the table}
     ("measured/text_encoder", "text_encoder"):
         of_results(text_encoder_table, "text_encoder_precision"),
     ("measured/speed", "gpu"): of_results(gpu_table, "step_gpu"),
-    ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal")}
+    ("measured/rehearsal", "rehearsal"): of_results(rehearsal_table, "rehearsal"),
+    ("lightning", "lightning"): of_results(lightning_table, "with_lightning")}
 
 
 def filled(page:str, mark:str, table:str) -> str:

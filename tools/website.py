@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/qie-nb/qie_nb"
 FIRST = ["story", "data", "kaggle", "colab", "jobs", "recipes", "faq", "glossary"]
-THEN = ["results", "evaluation", "predict", "resume", "widgets", "speed", "cache"]
+THEN = ["results", "evaluation", "predict", "lightning", "resume", "widgets", "speed", "cache"]
 # what is copied; links to other files lead to the repository
 SHOWN = ("*.md", "*.ipynb", "*.png", "*.jpg")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")

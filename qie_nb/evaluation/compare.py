@@ -21,12 +21,12 @@ from PIL import Image
 from fastcore.basics import patch
 
 from ..core.display import Display, Progress, digits_text, image_rows, text_table, two_numbers
-from .eval_images import drift_of, eval_sampling, image_error, notable_text, place_text
+from .eval_images import (
+    added_lora, drift_of, eval_sampling, image_error, notable_text, place_text)
 from .validation_loss import (
     LossChange, Measures, ValidationLoss, compare_losses, doubt, progress_of_images)
 from ..lora import adapters as lora
 from ..lora.formats import is_hub_id
-from ..lora.adapters import check_not_merged, keep_trainable
 from ..predict import grid
 from ..sampling.edits import (
     as_image, at_size, cached_data, cached_edits, check_sampling, denoise_encoded, encode_edits,
@@ -48,6 +48,8 @@ class Column:
     steps: int = 20
     true_cfg_scale: float = 4.0
     scheduler: tuple = ()   # changes of the scheduler's config, as pairs
+    few_steps: object = None # file of a LoRA for few steps, added to the adapter
+    few_steps_weight: float = 1.0
 
     @property
     def bare(self) -> bool: return self.checkpoint == BASE or self.weight == 0 # without adapter?
@@ -121,7 +123,6 @@ def _different(columns, scaled, seeded) -> list: # columns that give the same ed
     return [replace(c, title=f"{c.title}, {c.steps} steps, guidance {c.true_cfg_scale:g}")
             if often[c.title] > 1 else c for c in out]
 
-# %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd03
 def _find(trainer, name) -> FoundAdapter:
     if name == BASE: return FoundAdapter(None, {}, "without LoRA")
     if name != NOW: return find_adapter(trainer, name)
@@ -169,8 +170,8 @@ class Comparison(Display):
         targets = self.targets or [None] * len(self.edits)
         rows = [dict(prompt=e.prompt, negative_prompt=e.negative, size=e.size, control=c, target=t)
                 for e, c, t in zip(self.edits, self.controls, targets)]
-        columns = [vars(c) | dict(file=c.file and str(c.file), scheduler=dict(c.scheduler))
-                   for c in self.columns]
+        columns = [vars(c) | dict(file=c.file and str(c.file), scheduler=dict(c.scheduler),
+                                  few_steps=c.few_steps and str(c.few_steps)) for c in self.columns]
         what = "error" if self.targets else "change"
         return {"columns": columns, "rows": rows, "images": self.images, what: self.distances,
                 "drift": self.drift}
@@ -190,7 +191,6 @@ def shown_rows(self:Comparison) -> tuple: # titles, rows of (image, note); befor
         rows.append([(self.controls[k], ""), *zip(images, notes), *after])
     return ["before", *titles, *(["after"] if self.targets else [])], rows
 
-# %% ../../nbs/evaluation/03_compare.ipynb #8c810a01
 @patch
 def html(self:Comparison) -> str:
     titles, rows = self.shown_rows()
@@ -231,15 +231,14 @@ _OWN = "compared" # name of the adapter from a file
 def adapters_kept(trainer):
     "Restore the active adapters and their weights afterwards."
     tr = trainer._transformer()
-    check_not_merged(tr)
+    lora.check_not_merged(tr)
     before = lora.active_loras(tr)
-    with keep_trainable(tr):
+    with lora.keep_trainable(tr):
         try: yield tr
         finally:
             lora.remove_loras(tr, [_OWN])
             if getattr(tr, "peft_config", None): lora.use_loras(tr, before)
 
-# %% ../../nbs/evaluation/03_compare.ipynb #59410b02
 def _activate(tr, column, before, loaded): # the file that is loaded now
     if column.bare: lora.use_loras(tr, {})
     elif column.checkpoint == NOW: lora.use_loras(tr, {n: w * column.weight for n, w in before.items()})
@@ -265,8 +264,9 @@ def denoise_columns(
                 loaded = _activate(tr, c, before, loaded)
                 tr, step = trainer.predictor.at("transformer"), lambda *_: bar and bar.update(note=c.title)
                 sampled = c.steps, c.true_cfg_scale, c.seed, None, dict(c.scheduler), trainer.weight_dtype
-                latents.append([denoise_encoded(tr, scheduler, e, *sampled, step, None, variant).cpu()
-                                for e in encoded])
+                with added_lora(tr, c.few_steps, c.few_steps_weight):
+                    latents.append([denoise_encoded(tr, scheduler, e, *sampled, step, None, variant).cpu()
+                                    for e in encoded])
     finally:
         if bar: bar.close()
     vae, flat = trainer.predictor.at("vae"), trainer.predictor.encoder.vae_2d
@@ -305,20 +305,22 @@ def compare_edits(
     height:int=None, width:int=None, # pixels; default from each first image's aspect
     schedule=None, # as in `predict`
     progress:bool=True, # show rate and time left?
+    columns:list=None, # of `Column`, instead of those that the other arguments name
 ) -> Comparison:
     "The same edits with several checkpoints, weights or seeds; arguments are checked first."
     images, prompts = _rows(images, prompts)
     trainer.load_configured_loras()
-    columns = columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds, schedule,
-                         num_inference_steps, true_cfg_scale)
+    columns = columns or columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds,
+                                    schedule, num_inference_steps, true_cfg_scale)
     parts, geometry = trainer.components, _geometry(trainer, columns)
     edits = make_edits(parts, geometry, images, prompts, negative_prompt, height, width,
                        [seed] * len(prompts))
     for c in columns: make_edits(parts, geometry, images[:1], prompts[:1], seed=c.seed) # checks the seed
     _check_sampling(parts, columns, edits)
     if targets is not None: targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
-    check_not_merged(tr := trainer._transformer())
-    for file in dict.fromkeys(c.file for c in columns if c.file): lora.read_fitting(tr, file)
+    lora.check_not_merged(tr := trainer._transformer())
+    files = [file for c in columns for file in (c.file, c.few_steps) if file]
+    for file in dict.fromkeys(files): lora.read_fitting(tr, file)
     with trainer.predictor.predicting():
         encoded = encode_edits(trainer.predictor.encoder, edits, geometry,
                                any(c.true_cfg_scale > 1 for c in columns), trainer.predictor.at)
@@ -346,7 +348,6 @@ def _validation_pairs(trainer): # `ImageDataset`, or None
                                 "e.g. to 0.1, to use others")
     return trainer.held_out
 
-# %% ../../nbs/evaluation/03_compare.ipynb #532ba201
 def compare_validation(
     trainer, # after `fit`, or with adapters loaded
     n:int=2, # number of pairs, evenly spread, as those of an evaluation

@@ -117,6 +117,7 @@ def eval_sampling(
 def added_lora(
     transformer,
     file=None, # None: nothing is added
+    weight:float=1.0, # factor on its scale
 ):
     "Context in which a LoRA is added to the adapters in use."
     if file is None: yield; return
@@ -124,7 +125,7 @@ def added_lora(
     try:
         with keep_trainable(transformer):
             load_lora(transformer, read, name)
-            use_loras(transformer, before | {name: 1.0})
+            use_loras(transformer, before | {name: weight})
         with torch.compiler.set_stance("force_eager"): yield # compiled blocks know only the trained adapter
     finally: remove_loras(transformer, [name])
 

@@ -319,7 +319,7 @@ MUTATIONS = {
         Change("evaluation/eval_images", "added_lora",
                "remove_loras(transformer, [name])", "pass")]),
     "few steps without the trained adapter": Mutation("tests/evaluation/test_eval_schedule.py", [
-        Change("evaluation/eval_images", "added_lora", "before | {name: 1.0}", "{name: 1.0}")]),
+        Change("evaluation/eval_images", "added_lora", "before | {name: weight}", "{name: weight}")]),
     "few steps with the model's schedule": Mutation("tests/evaluation/test_eval_schedule.py", [
         Change("evaluation/eval_images", "render_eval_images", "sampling.overrides", "{}")]),
     "held-out noise of one draw": Mutation("tests/evaluation/test_evaluate.py", [
@@ -503,6 +503,18 @@ MUTATIONS = {
     # --- the ComfyUI workflow
     "an unguided workflow scales as a guided one": Mutation("tests/extras/test_comfyui_workflow.py", [
         Change("extras/comfyui_workflow", "unused_nodes", "f.true_cfg_scale <= 1", "f.true_cfg_scale < 1")]),
+    "grid lines of half the period count": Mutation("tests/extras/test_with_lightning.py", [
+        Change("extras/with_lightning", "line_energy",
+               "np.arange(1, PERIOD // 2, 2)", "np.arange(1, PERIOD // 2)")]),
+    "a photograph's own pattern is blamed": Mutation("tests/extras/test_with_lightning.py", [
+        Change("extras/with_lightning", "grid_lines",
+               "max([1., *(line_energy(luma(other), axis).ratio for other in own)])", "1.")]),
+    "Lightning always at full strength": Mutation("tests/extras/test_with_lightning.py", [
+        Change("evaluation/compare", "denoise_columns",
+               "added_lora(tr, c.few_steps, c.few_steps_weight)", "added_lora(tr, c.few_steps)")]),
+    "a LoRA of another model is compared": Mutation("tests/extras/test_with_lightning.py", [
+        Change("extras/with_lightning", "_few_step_file",
+               'check_made_for(trainer, "lightning", file, info)', "pass")]),
     "links to a node that was taken out end": Mutation("tests/extras/test_comfyui_workflow.py", [
         Change("extras/comfyui_workflow", "passed_on", "return value", "return None")]),
     # --- remote shards
