@@ -53,6 +53,14 @@ def without_prefix(name:str) -> str:
     "A tensor's name in diffusers."
     return name.removeprefix(PREFIX)
 
+def _has(
+    names:Iterable, # of tensors
+    pattern:str,
+) -> bool:
+    "Does one of the names match?"
+    known = re.compile(pattern)
+    return any(known.search(name) for name in names)
+
 def check_kind(
     path:Path,
     names:list, # of tensors
@@ -60,16 +68,14 @@ def check_kind(
 ):
     "Raises ValueError unless names are those of this component of the family."
     part = kind.component.replace("_", " ")
-    if any(re.search(_AIO, name) for name in names):
+    if _has(names, _AIO):
         raise refusal(path, "has a VAE or a text encoder beside the transformer (AIO)",
                       f"give a file of the {part} alone, as in ComfyUI's models/{kind.comfyui}", kind)
     for pattern, what, remedy in (*_OTHERS, _SWAPPED[kind.component]):
-        known = re.compile(pattern)
-        if any(known.search(name) for name in names):
+        if _has(names, pattern):
             raise refusal(path, f"is {what}, not a {part}", remedy or kind.other, kind)
     own = [without_prefix(name) for name in names]
-    lacking = [name for name, known in _FAMILY[kind.component].items()
-               if not any(re.search(known, n) for n in own)]
+    lacking = [name for name, known in _FAMILY[kind.component].items() if not _has(own, known)]
     if lacking and re.search(r"-\d+-of-\d+\.", path.name):
         raise refusal(path, "is one of several shards", "set "
                       "`model.pretrained_model_name_or_path` to the folder that has them all", kind)
@@ -81,7 +87,7 @@ def kind_of(
 ) -> FileKind:
     "Which component a file seems to hold."
     seen = _FAMILY["text_encoder"]["visual.patch_embed.proj.weight"]
-    return TEXT_ENCODER if any(re.search(seen, name) for name in names) else TRANSFORMER
+    return TEXT_ENCODER if _has(names, seen) else TRANSFORMER
 
 # %% ../../nbs/models/01b_single_file.ipynb #40c2a1f9
 # ComfyUI, comfy/quant_ops.py (QUANT_ALGOS): formats of a layer, and the dtype that they store
