@@ -36,8 +36,9 @@ def card_header(
         values = {}
     return values if isinstance(values, dict) else {}
 
-NOTE = dict(variant=str, base=str, title=str, trigger=str, captions=dict, control_area=int, vl_area=int,
-            image_positions=str, schedule=dict) # what we read of a LoRA's note
+NOTE = dict( # what we read of a LoRA's note
+    variant=str, base=str, title=str, trigger=str, captions=dict,
+    control_area=int, vl_area=int, image_positions=str, schedule=dict)
 
 def read_note(
     file:Path, # of a LoRA
@@ -58,13 +59,15 @@ def space_facts(
     "What an app needs to know of a LoRA. Raises FileNotFoundError or ValueError."
     file = folder/WEIGHT_NAME
     if not file.is_file():
-        raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call trainer.save_lora(folder) first")
+        raise ValueError(f"{str(folder)!r} contains no {WEIGHT_NAME}; call "
+                         "trainer.save_lora(folder) first")
     info = read_note(file)
     header = card_header(folder)
     variant = VARIANTS.get(info.get("variant"))
     if variant is None:
-        raise ValueError(f"the header of {str(file)!r} names no variant of the model, so the Space's pipeline is "
-                         "unknown; load the LoRA with trainer.load_lora and save it with trainer.save_lora(folder)")
+        raise ValueError(f"the header of {str(file)!r} names no variant of the model, so the "
+                         "Space's pipeline is unknown; load the LoRA with trainer.load_lora and "
+                         "save it with trainer.save_lora(folder)")
     known = base_model or header.get("base_model")
     title = title_of(info | dict(model=dict(name=info.get("base") or variant.published_name)))
     areas = {1024 * 1024: info.get("control_area") or variant.control_area}
@@ -73,7 +76,8 @@ def space_facts(
     return dict(
         base_model=known or f"Qwen/{variant.published_name}", pipeline=variant.pipeline,
         several_images=variant.multi_image, images=variant.trained_images,
-        image_positions=info.get("image_positions") or variant.image_positions, title=" ".join(title.split()),
+        image_positions=info.get("image_positions") or variant.image_positions,
+        title=" ".join(title.split()),
         license=header.get("license"), instruction=first_instruction(info), areas=areas,
         schedule=pick_schedule(None, [(str(file), info)])[0])
 
@@ -125,8 +129,9 @@ def edit(IMAGES, instruction, steps, guidance, seed, progress=gr.Progress()):
     images = [image for image in [IMAGES] if image is not None]
     width, height = sizes.calculate_dimensions(1024 * 1024, images[0].width / images[0].height)[:2]
     return pipe(image=GIVEN, prompt=instruction, negative_prompt=" " if guidance > 1 else None,
-                true_cfg_scale=float(guidance), num_inference_steps=int(steps), width=width, height=height,
-                generator=torch.Generator().manual_seed(int(seed or 0)), callback_on_step_end=show).images[0]
+                true_cfg_scale=float(guidance), num_inference_steps=int(steps),
+                width=width, height=height, callback_on_step_end=show,
+                generator=torch.Generator().manual_seed(int(seed or 0))).images[0]
 '''
 
 # %% ../../nbs/extras/09_space.ipynb #37618565
@@ -140,7 +145,7 @@ MORE            instruction = gr.Textbox(INSTRUCTION, label="Instruction", lines
             run = gr.Button("Edit", variant="primary")
             with gr.Accordion("Settings", open=False):
                 steps = gr.Slider(1, 50, STEPS, step=1, label="Steps")
-                guidance = gr.Slider(1, 10, GUIDANCE, step=0.5, label="Guidance (1: none, half the time)")
+                guidance = gr.Slider(1, 10, GUIDANCE, step=0.5, label="Guidance (1: half the time)")
                 seed = gr.Number(0, precision=0, minimum=0, label="Seed")
         after = gr.Image(label="After", format="png", interactive=False, height=360)
     given = [IMAGES, instruction, steps, guidance, seed]
@@ -160,9 +165,12 @@ NAMES = ("first", "second", "third")
 
 def page_code(names:list) -> str: # of the image inputs
     "The part of the app that lays out the page."
-    rows = [f'                    {name} = gr.Image(type="pil", label="{name.capitalize()} image", height=200)\n'
-            for name in names[1:]]
-    return PAGE.replace("MORE", MORE + "".join(rows) if rows else "", 1).replace("IMAGES", ", ".join(names))
+    rows = ""
+    for name in names[1:]:
+        label = f"{name.capitalize()} image"
+        rows += f'                    {name} = gr.Image(type="pil", label="{label}", height=200)\n'
+    page = PAGE.replace("MORE", MORE + rows if rows else "", 1)
+    return page.replace("IMAGES", ", ".join(names))
 
 def space_app(
     facts:dict, # of `space_facts`
@@ -171,19 +179,23 @@ def space_app(
     schedule = facts["schedule"]
     base = Path(facts["base_model"]).name
     about = f"# {plain(facts['title'])}\n\n{MARK} {plain(base)}, made with qie_nb."
-    constants = dict(TITLE=facts["title"], ABOUT=about, INSTRUCTION=facts["instruction"], AREAS=facts["areas"],
-                     STEPS=schedule.steps, GUIDANCE=schedule.true_cfg_scale)
+    constants = dict(
+        TITLE=facts["title"], ABOUT=about, INSTRUCTION=facts["instruction"], AREAS=facts["areas"],
+        STEPS=schedule.steps, GUIDANCE=schedule.true_cfg_scale)
     names = list(NAMES[:facts["images"] if facts["several_images"] else 1])
     device = '"cuda" if torch.cuda.is_available() else "cpu"'
     loading = loading_code(facts, "HERE", device)
     if schedule.scheduler:
         constants["SCHEDULER"] = schedule.scheduler
-        loading += "pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **SCHEDULER)\n"
+        loading += ("own = pipe.scheduler\n"
+                    "pipe.scheduler = type(own).from_config(own.config, **SCHEDULER)\n")
     lines = [f"{name} = {ascii(value)}\n" for name, value in constants.items()]
+    given = "images" if facts["several_images"] else "images[0]"
+    edit = EDIT.replace("IMAGES", ", ".join(names)).replace("GIVEN", given)
+    imports = IMPORTS.replace("PIPELINE", facts["pipeline"])
     sizes = SIZES.replace("PIPELINE", facts["pipeline"])
-    edit = EDIT.replace("IMAGES", ", ".join(names)).replace("GIVEN", "images" if facts["several_images"] else "images[0]")
-    return "".join(["# A Space that edits images, made with qie_nb.\n", *lines, "\n",
-                    IMPORTS.replace("PIPELINE", facts["pipeline"]), sizes, "\n", loading, edit, page_code(names)])
+    first = "# A Space that edits images, made with qie_nb.\n"
+    return "".join([first, *lines, "\n", imports, sizes, "\n", loading, edit, page_code(names)])
 
 # %% ../../nbs/extras/09_space.ipynb #8428cf5e
 GRADIO = "6.31.0" # with which the app was tried
@@ -195,19 +207,22 @@ def space_readme(
 ) -> str: # Markdown
     "A Space's README.md with its header."
     base = facts["base_model"] if is_hub_id(facts["base_model"]) else None
-    header = dict(title=facts["title"], sdk="gradio", sdk_version=GRADIO, python_version=PYTHON, app_file="app.py",
-                  suggested_hardware=HARDWARE, license=facts["license"], base_model=base,
-                  models=[base] if base else None)
+    header = dict(
+        title=facts["title"], sdk="gradio", sdk_version=GRADIO, python_version=PYTHON,
+        app_file="app.py", suggested_hardware=HARDWARE, license=facts["license"], base_model=base,
+        models=[base] if base else None)
     known = {key: value for key, value in header.items() if value is not None}
-    return (f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---\n\n# {plain(facts['title'])}\n\n"
-            f"{MARK} {plain(Path(facts['base_model']).name)}, made with qie_nb.\n")
+    return (f"---\n{yaml.safe_dump(known, sort_keys=False, allow_unicode=True)}---\n\n# "
+            f"{plain(facts['title'])}\n\n{MARK} {plain(Path(facts['base_model']).name)}, made with "
+            "qie_nb.\n")
 
 def requirements() -> str:
     "A Space's requirements.txt; gradio is the SDK's."
     def pinned(package):
         numbers = re.match(r"\d+(\.\d+)*", version(package))[0]
         return f"{package}=={numbers}\n" if numbers == version(package) else f"{package}\n"
-    return "torch\ntorchvision\n" + "".join(map(pinned, ("diffusers", "transformers", "accelerate", "peft")))
+    packages = ("diffusers", "transformers", "accelerate", "peft")
+    return "torch\ntorchvision\n" + "".join(map(pinned, packages))
 
 # %% ../../nbs/extras/09_space.ipynb #e94342b3
 def check_own(folder:Path):
@@ -215,14 +230,15 @@ def check_own(folder:Path):
     for name in ("app.py", "README.md"):
         file = folder/name
         if file.exists() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
-            raise ValueError(f"{str(file)!r} was not written by write_space, so it is kept; give another `folder`")
+            raise ValueError(f"{str(file)!r} was not written by write_space, so it is kept; give "
+                             "another `folder`")
 
 def write_space(
     lora:str|Path, # folder of `trainer.save_lora`
     folder:str|Path=None, # to write; default `space` in it
     base_model:str=None, # hub id; default the card's
 ) -> Path: # the folder
-    "Write a gradio Space for a LoRA. Raises FileNotFoundError or ValueError before anything is written."
+    "Write a gradio Space for a LoRA. Raises FileNotFoundError or ValueError before it writes."
     lora = path_from(lora, "`lora`")
     folder = lora/"space" if folder is None else path_from(folder, "`folder`")
     facts = space_facts(lora, base_model)
@@ -233,9 +249,11 @@ def write_space(
         write_atomic(folder/name, text.encode(errors="replace"))
     shutil.copyfile(lora/WEIGHT_NAME, folder/WEIGHT_NAME)
     size = size_text((lora/WEIGHT_NAME).stat().st_size)
-    print(f"Space: {folder} (app.py, requirements.txt, README.md, the LoRA of {size}) for {facts['base_model']}")
+    print(f"Space: {folder} (app.py, requirements.txt, README.md, the LoRA of {size}) for "
+          f"{facts['base_model']}")
     if is_hub_id(facts["base_model"]):
         print(f"publish it: hf upload YOU/NAME {folder} --repo-type space --private")
     else:
-        print("this base model is no hub id, so the app runs on this machine alone; give `base_model`")
+        print("this base model is no hub id, so the app runs on this machine alone; give "
+              "`base_model`")
     return folder
