@@ -57,8 +57,9 @@ def read_about(
     "The copy's own record. Raises ValueError if there is none, or a bad one."
     file = folder/"prequantized.json"
     if not file.is_file():
-        raise ValueError(f"{str(folder)!r} is no complete prequantized copy, because it has no prequantized.json; "
-                         "call trainer.save_prequantized(folder), which also finishes what it has begun")
+        raise ValueError(f"{str(folder)!r} is no complete prequantized copy, because it has no "
+                         "prequantized.json; call trainer.save_prequantized(folder), which also "
+                         "finishes what it has begun")
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         names = [*about["components"], *filter(None, about["components"].values()), about["model"]]
@@ -67,14 +68,14 @@ def read_about(
     except (ValueError, KeyError, TypeError, AttributeError):
         right = False
     if not right:
-        raise ValueError(f"{str(file)!r} does not name a model and its components; make the copy again with "
-                         "trainer.save_prequantized(folder)")
+        raise ValueError(f"{str(file)!r} does not name a model and its components; make the copy "
+                         "again with trainer.save_prequantized(folder)")
     return about
 
 def incomplete(folder:Path, why:str) -> ValueError:
     "The message for a copy that lacks something."
-    return ValueError(f"the prequantized copy {str(folder)!r} is not complete: {why}; make it again with "
-                      "trainer.save_prequantized(folder)")
+    return ValueError(f"the prequantized copy {str(folder)!r} is not complete: {why}; make it "
+                      "again with trainer.save_prequantized(folder)")
 
 def table_files(
     folder:Path, # of a copy
@@ -100,8 +101,8 @@ def component_files(
     part = folder/name
     origin = source_checkpoint(part)
     if origin.get("kind") != quantization:
-        raise incomplete(folder, f"{name} is {origin.get('kind') or 'not quantized'}, but prequantized.json says "
-                         f"{quantization or 'not quantized'}")
+        raise incomplete(folder, f"{name} is {origin.get('kind') or 'not quantized'}, but "
+                                 f"prequantized.json says {quantization or 'not quantized'}")
     gone = [file for file in origin.get("weights", ()) if not (part/file).is_file()]
     if gone:
         raise incomplete(folder, f"{name}/{gone[0]} is missing")
@@ -191,21 +192,23 @@ def check_handle(
     "Raises ValueError unless Kaggle can make a data set of this name."
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*/[A-Za-z0-9][A-Za-z0-9-]{5,49}", str(handle)):
         return handle
-    raise ValueError("`handle` must be owner/name, the name with 6 to 50 letters, digits and hyphens, got "
-                     f"{handle!r}; write your name on Kaggle and one for the data set, e.g. "
-                     "jane/qwen-image-edit-copy")
+    raise ValueError("`handle` must be owner/name, the name with 6 to 50 letters, digits and "
+                     f"hyphens, got {handle!r}; write your name on Kaggle and one for the data "
+                     "set, e.g. jane/qwen-image-edit-copy")
 
 def check_size(copy:PrequantizedCopy):
-    "Raises ValueError for a copy that Kaggle does not take, OSError if there is no room for a zip file."
+    "Raises ValueError for a copy that Kaggle does not take, OSError without room for a zip file."
     if copy.bytes > MOST_BYTES:
         raise ValueError(f"the copy has {size_text(copy.bytes)}, but a data set on Kaggle at most "
-                         f"{size_text(MOST_BYTES)}; make one with `model.quantize` {advised('4 bits')}")
+                         f"{size_text(MOST_BYTES)}; make one with `model.quantize` "
+                         f"{advised('4 bits')}")
     folder = tempfile.gettempdir()
     free = free_bytes(folder)
     if len(copy.files) > MOST_FILES and free < copy.bytes:
-        raise OSError(f"kagglehub packs {len(copy.files)} files into a zip file in {folder!r} first, which has "
-                      f"{size_text(free)} free and needs {size_text(copy.bytes)}; set TMPDIR to a larger folder, "
-                      f"or make the copy with a larger `part_bytes`, so that it has at most {MOST_FILES} files")
+        raise OSError(f"kagglehub packs {len(copy.files)} files into a zip file in {folder!r} "
+                      f"first, which has {size_text(free)} free and needs {size_text(copy.bytes)}; "
+                      "set TMPDIR to a larger folder, or make the copy with a larger "
+                      f"`part_bytes`, so that it has at most {MOST_FILES} files")
 
 def import_kagglehub() -> ModuleType:
     "Raises ValueError if it is missing, or too old to upload."
@@ -214,8 +217,8 @@ def import_kagglehub() -> ModuleType:
     except ImportError:
         kagglehub = None
     if not hasattr(kagglehub, "dataset_upload") or not hasattr(kagglehub, "whoami"):
-        raise ValueError("an upload to Kaggle needs the package kagglehub, in a version that uploads data sets; "
-                         "pip install -U kagglehub")
+        raise ValueError("an upload to Kaggle needs the package kagglehub, in a version that "
+                         "uploads data sets; pip install -U kagglehub")
     return kagglehub
 
 def account(kagglehub:ModuleType) -> str: # the user's name on Kaggle
@@ -224,44 +227,52 @@ def account(kagglehub:ModuleType) -> str: # the user's name on Kaggle
         return kagglehub.whoami(verbose=False)["username"]
     except Exception as e:
         if isinstance(e.__cause__, OSError):
-            raise ConnectionError(f"kaggle.com cannot be reached ({type(e.__cause__).__name__}); connect to the "
-                                  "network, on Kaggle with Settings > Internet on") from None
-        raise ValueError("Kaggle does not know who you are; create a token at https://www.kaggle.com/settings/api, "
-                         "then call kagglehub.login() or set KAGGLE_API_TOKEN to it") from None
+            raise ConnectionError(f"kaggle.com cannot be reached ({type(e.__cause__).__name__}); "
+                                  "connect to the network, on Kaggle with Settings > Internet "
+                                  "on") from None
+        raise ValueError("Kaggle does not know who you are; create a token at "
+                         "https://www.kaggle.com/settings/api, then call kagglehub.login() or set "
+                         "KAGGLE_API_TOKEN to it") from None
 
 # %% ../../nbs/extras/08_kaggle_upload.ipynb #a0054863
 def announce(copy:PrequantizedCopy, handle:str, user:str):
     "Print what is about to be sent, and where to."
-    print(f"uploading {len(copy.files)} files ({size_text(copy.bytes)}) to Kaggle as {handle}, private if it is new: "
-          f"{copy.notes()}")
+    print(f"uploading {len(copy.files)} files ({size_text(copy.bytes)}) to Kaggle as {handle}, "
+          f"private if it is new: {copy.notes()}")
     if copy.left_out():
         first, *more = copy.left_out()
         others = f" and {len(more)} more" if more else ""
         print(f"not uploaded, because it is no part of the copy: {str(first)!r}{others}")
     if len(copy.files) > MOST_FILES:
-        print(f"kagglehub packs more than {MOST_FILES} files into one zip file first; Kaggle unpacks it")
+        print(f"kagglehub packs more than {MOST_FILES} files into one zip file first; Kaggle "
+              "unpacks it")
     if user.lower() != handle.split("/")[0].lower():
-        print(f"you are {user} on Kaggle, so {handle.split('/')[0]} must be an organization of yours")
+        print(f"you are {user} on Kaggle, so {handle.split('/')[0]} must be an organization of "
+              "yours")
 
 def upload_error(
     error:Exception, # of kagglehub
     handle:str,
 ) -> Exception:
     "One sentence: why the upload failed, and the remedy."
-    code = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "error_code", None)
+    answer = getattr(error, "response", None)
+    code = getattr(answer, "status_code", None) or getattr(error, "error_code", None)
     text = " ".join(str(error).split())[:200]
     if code in (401, 403):
-        return ValueError(f"Kaggle does not let you write to {handle!r} ({text}); check its owner, and that your "
-                          "token may write")
+        return ValueError(f"Kaggle does not let you write to {handle!r} ({text}); check its owner, "
+                          "and that your token may write")
     if code is None and isinstance(error, OSError):
-        return ConnectionError(f"the upload to {handle!r} broke off ({type(error).__name__}: {text}), and nothing "
-                               "was published; connect to the network and call it again")
-    return ValueError(f"Kaggle did not take {handle!r} ({text}); remove the cause and call it again")
+        return ConnectionError(f"the upload to {handle!r} broke off ({type(error).__name__}: "
+                               f"{text}), and nothing was published; connect to the network and "
+                               "call it again")
+    return ValueError(f"Kaggle did not take {handle!r} ({text}); remove the cause and call it "
+                      "again")
 
 NEXT = '''uploaded: {address}
 Kaggle checks it for some minutes. Then, in a notebook: Add input > Datasets > {name}, and
     from qie_nb.core.environment import detect_environment
-    own = dict(preset="t4x2", model=dict(pretrained_model_name_or_path=detect_environment().latest("model")))
+    model = detect_environment().latest("model")
+    own = dict(preset="t4x2", model=dict(pretrained_model_name_or_path=model))
 Elsewhere, kagglehub.dataset_download({handle!r}) returns the folder for this setting.'''
 
 # %% ../../nbs/extras/08_kaggle_upload.ipynb #db1ef5d6
@@ -271,7 +282,7 @@ def upload_copy(
 ) -> str: # its address
     """Upload a prequantized copy to Kaggle, as a private data set or as a new version of one.
 
-    Raises ValueError, OSError or ConnectionError; all but a broken connection before anything is sent."""
+    Raises ValueError, OSError or ConnectionError; all but a broken connection before it sends."""
     check_handle(handle)
     copy = read_copy(folder)
     check_size(copy)

@@ -56,16 +56,18 @@ def kaggle(tmp_path, monkeypatch):
     return sys.modules["kagglehub"]
 
 
-def test_a_copy_is_sent_found_and_the_same_model(copy, original, kaggle, capsys):
+def test_a_copy_is_sent_found_and_the_same_model(copy, original, kaggle, capsys, monkeypatch):
     assert upload_copy(copy, HANDLE) == f"https://www.kaggle.com/datasets/{HANDLE}"
     said = capsys.readouterr().out
     assert kaggle.notes == ["Qwen-Image-Edit-2511, transformer nf4, text_encoder nf4, qie_nb 0.1.0"]
     assert f"uploading {len(kaggle.sent())} files (" in said and kaggle.notes[0] in said
     assert said.index("uploading") < said.index("uploaded: https://www.kaggle.com/datasets/jane/tiny-2511-nf4")
-    # the line to paste, run where Kaggle has mounted it
-    line = next(line for line in said.splitlines() if "own = " in line)
+    # the lines to paste, run where Kaggle has mounted it
     session = Environment("kaggle", inputs=(kaggle.mounted,), working=copy.parent/"none")
-    own = eval(line.strip().removeprefix("own = "), dict(dict=dict, detect_environment=lambda: session))
+    monkeypatch.setattr("qie_nb.core.environment.detect_environment", lambda: session)
+    pasted, names = [line.strip() for line in said.splitlines() if line.startswith("    ")], {}
+    exec("\n".join(pasted), names)
+    own = names["own"]
     found = own["model"]["pretrained_model_name_or_path"]
     assert found == str(kaggle.mounted/"tiny-2511-nf4")
     quantize = dict(transformer="nf4", text_encoder="nf4")

@@ -194,6 +194,22 @@ def test_folders_without_a_lora_of_ours_are_refused(made, tmp_path):
     assert not (lora/"space").exists() and not (comfy/"space").exists()
 
 
+def test_a_note_of_wrong_types_is_not_used(made):
+    from qie_nb.lora.adapters import write_lora
+    from qie_nb.lora.formats import read_lora
+    _, lora = made()
+    was = read_lora(lora)
+    wrong = dict(variant="2511", title=["x"], trigger={"a": 1}, captions=3, base=["/etc"], control_area="__import__('os').abort()", vl_area=True, image_positions=[], schedule="none")
+    write_lora(lora/WEIGHT_NAME, was.state, was.config, wrong)
+    app = constants(space_app(space_facts(lora)))
+    assert (app["AREAS"], app["INSTRUCTION"], app["STEPS"]) == ({1024**2: 1024**2, 384**2: 384**2}, "", 20) and app["TITLE"] == "LoRA for Qwen-Image-Edit-2511"
+    write_lora(lora/WEIGHT_NAME, was.state, was.config, wrong | dict(schedule=dict(steps="many")))
+    with pytest.raises(ValueError, match="`schedule` of LoRA"): space_facts(lora)
+    for variant in ("other", ["2511"]):
+        write_lora(lora/WEIGHT_NAME, was.state, was.config, dict(variant=variant))
+        with pytest.raises(ValueError, match="names no variant of the model"): write_space(lora)
+
+
 def test_requirements_are_the_installed_versions():
     lines = requirements().split()
     assert {line.split("==")[0] for line in lines} == {"torch", "torchvision", "diffusers", "transformers", "accelerate", "peft"}
