@@ -230,7 +230,7 @@ def lightning_table(r):
         rows.append([first["steps"], f"{first['strength']:g}", f"{first['few_steps_strength']:g}",
                      cell(title, "error"), cell(title, "colour"), cell(title, "effect", 0, 100),
                      cell(title, "grid")])
-    head = ["steps", "LoRA", "Lightning", "error", "colour", "effect, %", "grid lines"]
+    head = ["steps", "LoRA", "Lightning", "error", "colour", "effect, %", "grid"]
     return (f"{markdown(head, rows)}\n\n{len(runs)} seeds, {r['held_out']} photographs, grey levels. "
             f"{planted_text(r['planted'])} CPU, torch {r['torch']}.")
 
