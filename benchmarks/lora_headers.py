@@ -1,15 +1,18 @@
-"""Do kohya's scripts read our LoRA files as we mean them?
+"""Do kohya's scripts and ComfyUI read our LoRA files as we mean them?
 
 `python benchmarks/lora_headers.py KOHYA` (a checkout of kohya-ss/sd-scripts) writes a LoRA of a tiny model in both
 formats and reads it with functions of the checkout, which are taken out of their files, because the files import more
 than a reader needs. Compared are the hashes, which kohya's scripts compute themselves, the keys of the specification,
-and rank and alpha. Everything is exact: there is no spread. The results go to benchmarks/results/lora_headers.json.
+and rank and alpha. With `--comfyui` (a checkout of ComfyUI, or a folder with its comfy/utils.py) the header is read as
+ComfyUI's server reads it for its window. Everything is exact: there is no spread. The results go to
+benchmarks/results/lora_headers.json.
 """
 import argparse
 import ast
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import tempfile
 from datetime import date
@@ -31,16 +34,19 @@ FUNCTIONS = {
                               "addnet_hash_safetensors", "load_metadata_from_safetensors"],
     "library/sai_model_spec.py": ["get_title"],
 }
-NAMES = dict(safetensors=safetensors, hashlib=hashlib, os=os, BytesIO=BytesIO,
+OF_COMFYUI = {"comfy/utils.py": ["safetensors_header"]}
+MOST_SHOWN = 1024 * 1024 # bytes of a header (ComfyUI, server.py: view_metadata)
+NAMES = dict(safetensors=safetensors, hashlib=hashlib, os=os, BytesIO=BytesIO, struct=struct,
              MODELSPEC_TITLE="modelspec.title")
 
 
 def functions_of(
-    checkout:Path, # of kohya-ss/sd-scripts
+    checkout:Path,
+    wanted_names:dict, # {file: names}
 ) -> dict: # {name: function}
     "The functions of the checkout, without the imports of their files."
     found = dict(NAMES)
-    for file, names in FUNCTIONS.items():
+    for file, names in wanted_names.items():
         tree = ast.parse((checkout/file).read_text(encoding="utf-8"))
         wanted = [d for d in tree.body if isinstance(d, ast.FunctionDef) and d.name in names]
         code = compile(ast.Module(wanted, type_ignores=[]), file, "exec")
@@ -68,6 +74,16 @@ def compared(
         captions=json.loads(header["ss_tag_frequency"]) == {"pairs": note["captions"]})
 
 
+def shown_by_comfyui(
+    file:Path, # LoRA
+    comfyui:dict, # of `functions_of`
+) -> bool:
+    "Does its window show all that the header says?"
+    header = comfyui["safetensors_header"](str(file), max_size=MOST_SHOWN)
+    with safetensors.safe_open(file, "pt") as opened:
+        return header is not None and json.loads(header)["__metadata__"] == opened.metadata()
+
+
 def commit_of(
     checkout:Path,
 ) -> str: # "" if it is no git checkout
@@ -80,8 +96,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kohya", type=Path, help="checkout of kohya-ss/sd-scripts")
     parser.add_argument("--commit", default="", help="of the checkout, if it is no git checkout")
+    parser.add_argument("--comfyui", type=Path, help="checkout of ComfyUI")
     a = parser.parse_args()
-    kohya = functions_of(a.kohya)
+    kohya = functions_of(a.kohya, FUNCTIONS)
     pipeline = tiny_pipeline("2511")
     model = add_lora(pipeline.transformer, LoraSection(r=64, lora_alpha=32))
     note = dict(model=dict(name="Qwen-Image-Edit-2511", implementation="https://example.org",
@@ -92,12 +109,14 @@ def main():
         for format in ("diffusers", "comfyui"):
             file = save_lora(model, Path(folder)/f"{format}.safetensors", note, format=format)
             results[format] = compared(file, kohya, note) | dict(bytes=file.stat().st_size)
+            if a.comfyui:
+                results[format]["comfyui"] = shown_by_comfyui(file, functions_of(a.comfyui, OF_COMFYUI))
     facts = dict(date=date.today().isoformat(), safetensors=version("safetensors"),
                  commit=a.commit or commit_of(a.kohya))
     OUT.write_text(json.dumps(facts | dict(results=results), indent=1) + "\n")
     print(OUT.read_text())
     if not all(all(found.values()) for found in results.values()):
-        raise SystemExit("kohya's scripts read something else")
+        raise SystemExit("the others read something else")
 
 
 if __name__ == "__main__":

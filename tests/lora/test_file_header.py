@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save, save_file
 from helpers import write_pairs
 from loras import file_of, same, tensors_file, trained
 from qie_nb.lora.adapters import convert_lora, save_lora
-from qie_nb.lora.file_header import MOST_CAPTIONS, counted_captions
+from qie_nb.lora.file_header import LONGEST_CAPTION, MOST_CAPTIONS, counted_captions
 from qie_nb.lora.formats import read_lora
+from qie_nb.models.single_file import expected_shapes
 from qie_nb.models.variants.base import VARIANTS
 from qie_nb.trainer import QwenImageEditTrainer
 
@@ -119,6 +120,22 @@ def test_title_and_thumbnail_are_the_users(run, tmp_path):
     assert header[KEY + "title"] == "Dusk </b>" and against_the_specification(header) == []
     data = base64.b64decode(header[KEY + "thumbnail"].partition(",")[2])
     assert Image.open(io.BytesIO(data)).size == (256, 256) and len(data) < 100_000
+
+
+def test_comfyui_shows_the_longest_header(run, tmp_path):
+    "Its window asks for headers of at most a mebibyte (ComfyUI, server.py: view_metadata)."
+    t, _ = run
+    _, header = file_of(t.save_lora(tmp_path/"x.safetensors", thumbnail=Image.effect_noise((512, 512), 90)))
+    captions = counted_captions([f"{n} " + "日" * LONGEST_CAPTION for n in range(MOST_CAPTIONS)])
+    header |= dict(ss_tag_frequency=json.dumps(dict(pairs=captions)), qie_nb=header["qie_nb"] + json.dumps(captions))
+    layers = [name for name, shape in expected_shapes(VARIANTS["2511"].published_config()).items()
+              if name.endswith(".weight") and len(shape) == 2 and name.startswith("transformer_blocks.")]
+    tensors = {"__metadata__": header}
+    for layer in layers:
+        for part in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            tensors[f"transformer.{layer}.{part}.weight"] = dict(
+                dtype="BF16", shape=[12288, 3072], data_offsets=[10**9, 10**9 + 10**6])
+    assert len(layers) == 60 * 14 and len(json.dumps(tensors)) < 1024 * 1024
 
 
 def test_nothing_personal_is_in_a_file(run, tmp_path):
