@@ -12,10 +12,11 @@ from qie_nb.tiny.photos import PHOTOS, photo_folder, photos
 
 ROOT = Path(__file__).parent.parent
 DISTRIBUTIONS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "optimum": "optimum-quanto"} # import name: another name on PyPI
-GUARDED = { # imported inside a function that works without them
+GUARDED = { # imported inside a function that works without them, or says what to install
     "google": "Colab's secrets",
     "kaggle_secrets": "Kaggle's secrets",
     "jupyter_core": "folders of a Jupyter server; without it there is none",
+    "kagglehub": "an upload to Kaggle; `upload_copy` says what to install",
     "torchao": "two kinds of quantization; the configuration says what to install"}
 NOT_IMPORTED = {"torchvision": "transformers' image processor needs it"}
 
