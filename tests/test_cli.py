@@ -204,8 +204,10 @@ def test_an_edit_has_the_size_and_the_numbers_that_were_typed(tmp_path, monkeypa
         return np.zeros((64, 96, 3), np.uint8)
     monkeypatch.setattr(cli, "_trainer", lambda a: SimpleNamespace(predict=predict))
     out = tmp_path/"edited.png"
-    line = f"predict --image {tmp_path}/a.png --width 96 --height 64 --steps 8 --cfg 3 --seed 5 --out {out}"
-    assert main([*line.split(), "--prompt", "make it old", "--negative-prompt", "blur"]) == 0
+    line = f"predict --image {tmp_path}/a.png --out {out} --width 96 --height 64"
+    numbers = "--steps 8 --cfg 3 --seed 5"
+    assert main([*line.split(), *numbers.split(), "--prompt", "make it old",
+                 "--negative-prompt", "blur"]) == 0
     expected = dict(width=96, height=64, num_inference_steps=8, true_cfg_scale=3., seed=5,
                     prompt="make it old", negative_prompt="blur")
     assert expected.items() <= given[0].items()

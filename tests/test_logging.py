@@ -316,7 +316,8 @@ def test_the_rate_of_a_run_leaves_out_its_evaluations(monkeypatch, capsys):
     t.state.stop = "done"
     lines.on_train_end(t)
     said = capsys.readouterr().out
-    assert "trained 5 steps in 1:00 min (0.50 steps/s without evaluations), 5 in total: done" in said
+    rate = "0.50 steps/s without evaluations"
+    assert f"trained 5 steps in 1:00 min ({rate}), 5 in total: done" in said
     lines.on_train_begin(t)
     lines.on_train_end(t)
     assert "already at 5 of 5 steps; raise `train.max_train_steps`" in capsys.readouterr().out

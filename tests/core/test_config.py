@@ -118,7 +118,8 @@ def test_a_refused_assignment_changes_nothing():
 
 
 @pytest.mark.parametrize("typed, sides", [
-    ("832x576", [832, 576]), (1024, [1024, 1024]), ((832, 576), [832, 576]), ("832 * 576", [832, 576])])
+    ("832x576", [832, 576]), (1024, [1024, 1024]), ((832, 576), [832, 576]),
+    ("832 * 576", [832, 576])])
 def test_a_typed_resolution_is_width_and_height(typed, sides):
     assert sides_of(typed) == sides
 

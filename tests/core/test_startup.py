@@ -136,7 +136,8 @@ def test_hf_xet_keeps_no_pieces_on_kaggle(given, expected):
 
 
 @pytest.mark.parametrize("given, size", [
-    (dict(KAGGLE_KERNEL_RUN_TYPE="Batch"), "0"), (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "0"),
+    (dict(KAGGLE_KERNEL_RUN_TYPE="Batch"), "0"),
+    (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "0"),
     (dict(COLAB_GPU="1"), None)])
 def test_downloads_are_kept_in_pieces_except_on_kaggle(given, size, monkeypatch):
     from qie_nb.core import startup
