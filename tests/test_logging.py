@@ -303,6 +303,7 @@ def test_the_summary_comes_last_and_names_files_that_are_there(cached_run, monke
 def test_the_rate_of_a_run_leaves_out_its_evaluations(monkeypatch, capsys):
     clock = [1000.]
     monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(Progress, "began", None)
     t = SimpleNamespace(state=RunState(max_steps=5), global_step=0, config=make_config())
     lines = logs.ProgressCallback()
     lines.on_train_begin(t)

@@ -39,6 +39,7 @@ def test_a_number_has_the_digits_that_were_asked_for():
 def test_the_rate_of_work_that_continues_is_that_of_its_own_steps(monkeypatch):
     clock = [1000.]
     monkeypatch.setattr(display.time, "time", lambda: clock[0])
+    monkeypatch.setattr(Progress, "began", None)
     work = Progress(100, "train", start=80, stream=io.StringIO())
     clock[0] += 20
     work.update(10)

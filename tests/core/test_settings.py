@@ -106,7 +106,7 @@ def test_a_setting_that_is_taken_back_is_unknown(focus):
 
 
 def test_the_defaults_are_those_of_the_recipes():
-    "A run without settings learns the same in each version; docs/recipes.md names the sources."
+    "A run without settings learns the same in each version."
     c = make_config()
     assert (c.model.lora.r, c.model.lora.lora_alpha, c.model.lora.lora_dropout) == (16, None, 0.)
     assert c.model.lora.target_modules == ["to_q", "to_k", "to_v", "to_out.0"]

@@ -142,7 +142,8 @@ def test_hf_xet_keeps_no_pieces_on_kaggle(given, expected):
 def test_downloads_are_kept_in_pieces_except_on_kaggle(given, size, monkeypatch):
     from qie_nb.core import startup
     for name in ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", startup.XET_CACHE):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "") # so that it is taken back afterwards
+        monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     startup.set_download_cache()
