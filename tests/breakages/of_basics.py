@@ -67,8 +67,9 @@ MUTATIONS: dict[str, Mutation] = {
         Change("core/sections", "DataSection",
                '0.1, "fraction of samples trained on the empty prompt"',
                '0.0, "fraction of samples trained on the empty prompt"')]),
-    "a size is corrected to one that is refused": Mutation(
-        "tests/core/test_bad_configurations.py", [
+    "a side of a multiple of 8 is taken": Mutation(
+        "tests/core/test_bad_configurations.py::"
+        "test_values_are_refused_when_the_configuration_is_made", [
         Change("core/sections", "DataSection._check_size",
                "side // 16 * 16", "side // 8 * 8")]),
     "the older name of a setting wins": Mutation(
@@ -434,10 +435,9 @@ MUTATIONS: dict[str, Mutation] = {
     "the oldest runs are drawn": Mutation(
         "tests/widgets/test_tensorboard.py::test_newest_runs_are_drawn", [
         Change("widgets/tensorboard", "plot_events", "[-SHOWN:]", "[:SHOWN]")]),
-    "the first images of a run are shown as its last": Mutation(
+    "the images of the oldest run are shown": Mutation(
         "tests/widgets/test_tensorboard.py::test_each_run_is_one_curve", [
-        Change("widgets/tensorboard", "last_images",
-               "run.images[tag][-1]", "run.images[tag][0]")]),
+        Change("widgets/tensorboard", "last_images", "reversed(runs.items())", "runs.items()")]),
     "drift to the left is not drawn": Mutation(
         "tests/widgets/test_tensorboard.py::test_small_drift_is_not_drawn", [
         Change("widgets/tensorboard", "worth_a_curve", "abs(v)", "v")]),
