@@ -48,7 +48,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/test_cli.py::"
         "test_an_option_that_does_not_exist_leads_to_a_setting_only_if_one_is_near", [
         Change("core/section", "near_setting", "alike >= 0.75", "alike >= 0.1")]),
-    "settings that the plan makes are listed among those of every run": Mutation(
+    "settings of many runs are listed among those of every run": Mutation(
         "tests/core/test_settings.py::test_what_every_run_needs_comes_first", [
         Change("core/section", "Options.heading",
                'level == "everybody"', 'level in ("everybody", "many")'),
@@ -84,7 +84,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/core/test_bad_configurations.py::"
         "test_a_command_line_takes_text_where_only_text_is_meant", [
         Change("core/settings", "texts_of", "out.get(name, text) != text", "False")]),
-    "a side that was typed is the height of a line": Mutation(
+    "one number as size is the width of a strip": Mutation(
         "tests/core/test_bad_configurations.py::test_sizes_are_read_as_people_write_them", [
         Change("core/settings", "_sides", "[*value, *value]", "[*value, 16]")]),
     # --- presets
@@ -121,7 +121,7 @@ MUTATIONS: dict[str, Mutation] = {
         Change("core/display", "Progress.pace", "(self.n - self.start)", "self.n")]),
     "two numbers look equal": Mutation("tests/core/test_display.py", [
         Change("core/display", "two_numbers", "(2, 3, 4)", "(2,)")]),
-    "minutes of a time of hours": Mutation("tests/core/test_display.py", [
+    "a time of hours has its seconds as minutes": Mutation("tests/core/test_display.py", [
         Change("core/display", "short_time",
                "f\"{s//3600}:{s%3600//60:02} h\"", "f\"{s//3600}:{s%60:02} h\"")]),
     "further kinds of reasons are not counted": Mutation("tests/core/test_display.py", [
