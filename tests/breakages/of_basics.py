@@ -287,7 +287,7 @@ MUTATIONS: dict[str, Mutation] = {
     "two samples of one name": Mutation(
         "tests/data/test_samples.py::test_equal_stems_get_their_path", [
         Change("data/tables", "_with_ids", "name in seen", "False")]),
-    "captions are told to be beside the images before": Mutation(
+    "captions are taken for those of the images before": Mutation(
         "tests/data/test_one_refusal.py", [
         Change("data/no_pairs", "twin_folders",
                "one in texts and other not in texts", "other in texts and one not in texts")]),
@@ -359,7 +359,7 @@ MUTATIONS: dict[str, Mutation] = {
     "the best step is compared with a later one": Mutation(
         "tests/test_logging.py::test_the_summary_says_which_checkpoint_is_best_and_why", [
         Change("logging", "best_text", 'if not row["step"]', 'if row["step"]')]),
-    "a stopped run is told to be finished": Mutation(
+    "a stopped run is shown as finished": Mutation(
         "tests/test_logging.py::test_the_summary_comes_last_and_names_files_that_are_there", [
         Change("logging", "RunSummary.__init__", 's.stop == "done"', "s.stop")]),
     "the command names the last LoRA instead of the best": Mutation(
