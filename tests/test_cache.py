@@ -176,6 +176,29 @@ def test_bad_entries_of_the_first_layer_are_encoded_into_the_last(filled, tmp_pa
     with pytest.raises(PermissionError, match="cannot be written.*add a writable folder"): t.cache_embeddings()
 
 
+@pytest.mark.parametrize("fault", ["gone", "spoiled"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_entry_that_one_layer_lost_is_read_from_the_next(packed, fault, filled, tmp_path):
+    back = EmbeddingCacheManager(tmp_path/"cache")
+    front = tmp_path/"front"
+    if packed:
+        back.pack(front)
+    else:
+        shutil.copytree(back.cache_dir, front)
+    id = "control_latent", min((back.cache_dir/"control_latent").rglob("*.safetensors")).stem
+    both = EmbeddingCacheManager([front, back.cache_dir])
+    file = both.layers[0].file(*id)
+    if fault == "gone":
+        file.unlink()
+    else: # all of its entries
+        file.write_bytes(file.read_bytes()[:8] + b"\x7f" * (file.stat().st_size - 8))
+    good = back.load_cache(*id)
+    assert torch.equal(both.load_cache(*id), good)
+    if fault == "spoiled":
+        assert both.find(*id) is both.layers[1] and both.cache_exists(*id)
+    assert torch.equal(both.map_cache(*id), good)
+
+
 @pytest.mark.slow
 def test_ranks_share_the_work(pairs, tmp_path, monkeypatch):
     root, done = pairs(((48, 32),) * 5), []

@@ -1,5 +1,6 @@
 """The command line: mistakes get one sentence, before torch is imported; settings, flags, help, and clearing a cache."""
-import json, re, subprocess, sys
+import inspect, json, re, subprocess, sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -153,3 +154,62 @@ def test_results_go_to_this_machine(command, tmp_path, monkeypatch, capsys):
     assert main(command) == 2
     assert "is an address; give a place on this machine, and copy it afterwards" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line, said", [
+    ("train --steps 100", "use `train.max_train_steps=100`"),
+    ("train --place kaggle", "see `qie-nb train --help` and `qie-nb options`"),
+    ("plan --gpuu T4", "did you mean `--gpu`?"),
+])
+def test_an_option_that_does_not_exist_leads_to_a_setting_only_if_one_is_near(line, said, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop, suspect, code", [
+    ("done", False, 0), ("done", True, 1), ("interrupted", False, 130), ("SIGTERM", True, 143)])
+def test_the_exit_code_of_a_run_says_how_it_ended(stop, suspect, code, tmp_path, monkeypatch):
+    saved = []
+    t = SimpleNamespace(
+        state=SimpleNamespace(stop=stop, suspect=suspect), accelerator=None, save_lora=saved.append,
+        config=SimpleNamespace(train=SimpleNamespace(output_dir=str(tmp_path))))
+    t.fit = lambda: t
+    monkeypatch.setattr(cli, "_trainer", lambda a: t)
+    assert main(["train", "preset=tiny"]) == code and saved == [tmp_path/"lora"]
+
+
+@pytest.mark.parametrize("skipped, code", [(0, 0), (2, 0), (3, 1)])
+def test_precompute_fails_if_no_sample_could_be_used(skipped, code, monkeypatch):
+    report = SimpleNamespace(samples=3, skipped=["x"] * skipped)
+    t = SimpleNamespace(cache_embeddings=lambda *a: report)
+    monkeypatch.setattr(cli, "_trainer", lambda a: t)
+    assert main(["precompute", "preset=tiny"]) == code
+
+
+@pytest.mark.parametrize("level, code", [("ok", 0), ("warning", 0), ("error", 1)])
+def test_the_exit_code_of_the_doctor_is_that_of_errors(level, code, monkeypatch, capsys):
+    report = SimpleNamespace(of=lambda asked: ["a finding"] * (asked == level))
+    monkeypatch.setattr("qie_nb.planning.doctor.doctor", lambda config: report)
+    assert main(["doctor"]) == code
+
+
+def test_an_edit_has_the_size_and_the_numbers_that_were_typed(tmp_path, monkeypatch, capsys):
+    import numpy as np
+    from PIL import Image
+    from qie_nb.trainer import QwenImageEditTrainer
+    given = []
+    def predict(*a, **kw):
+        given.append(inspect.signature(QwenImageEditTrainer.predict).bind(None, *a, **kw).arguments)
+        return np.zeros((64, 96, 3), np.uint8)
+    monkeypatch.setattr(cli, "_trainer", lambda a: SimpleNamespace(predict=predict))
+    out = tmp_path/"edited.png"
+    line = f"predict --image {tmp_path}/a.png --out {out} --width 96 --height 64"
+    numbers = "--steps 8 --cfg 3 --seed 5"
+    assert main([*line.split(), *numbers.split(), "--prompt", "make it old",
+                 "--negative-prompt", "blur"]) == 0
+    expected = dict(width=96, height=64, num_inference_steps=8, true_cfg_scale=3., seed=5,
+                    prompt="make it old", negative_prompt="blur")
+    assert expected.items() <= given[0].items()
+    assert Image.open(out).size == (96, 64)
+    assert capsys.readouterr().out == f"{out}: 96x64\n"

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 from helpers import OnStep, adapters_close, merged, settings, write_pairs
 
 import qie_nb.logging as logs
+from qie_nb.config import make_config
 from qie_nb.training.callbacks import Callback, RunState
 from qie_nb.widgets.tensorboard import read_run, run_folders
 from qie_nb.logging import LogCallback, Tracker, image_grid
@@ -297,6 +298,38 @@ def test_the_summary_comes_last_and_names_files_that_are_there(cached_run, monke
     assert f"\nnext: qie-nb predict --lora {lora} " in str(logs.RunSummary(t, 3, 12.))
     monkeypatch.setattr(t.state, "stop", "SIGTERM")
     assert "\nnext: fit() continues from here" in str(logs.RunSummary(t, 3, 12.))
+
+
+def test_the_rate_of_a_run_leaves_out_its_evaluations(monkeypatch, capsys):
+    clock = [1000.]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(Progress, "began", None)
+    t = SimpleNamespace(state=RunState(max_steps=5), global_step=0, config=make_config())
+    lines = logs.ProgressCallback()
+    lines.on_train_begin(t)
+    for step in range(1, 6):
+        clock[0] += 2
+        t.state.global_step = t.global_step = step
+        if step == 3:
+            clock[0] += 50
+            t.state.eval_seconds += 50
+        lines.on_step_end(t)
+    t.state.stop = "done"
+    lines.on_train_end(t)
+    said = capsys.readouterr().out
+    rate = "0.50 steps/s without evaluations"
+    assert f"trained 5 steps in 1:00 min ({rate}), 5 in total: done" in said
+    lines.on_train_begin(t)
+    lines.on_train_end(t)
+    assert "already at 5 of 5 steps; raise `train.max_train_steps`" in capsys.readouterr().out
+
+
+def test_the_command_names_the_best_lora_if_it_is_not_the_last(tmp_path, monkeypatch):
+    found = {"LoRA": tmp_path/"last", "best LoRA": tmp_path/"best"}
+    monkeypatch.setattr(logs, "files_of", lambda t: found)
+    monkeypatch.setattr(logs, "kernel", lambda: None)
+    t = SimpleNamespace(state=RunState(stop="done"), device="cpu")
+    assert f"--lora {tmp_path/'best'} " in str(logs.RunSummary(t, 3, 12.))
 
 
 def test_tracker_gets_numbers_images_captions_and_options(cached_run):

@@ -26,6 +26,12 @@ class Change(NamedTuple):
     new: str       # their replacement; lines after the first are indented like the first
 
 
+class Mutation(NamedTuple):
+    """A small mistake, and the test that should notice it."""
+    test: str  # file of an everyday test; with "::function" where the file takes long to get there
+    changes: list[Change]
+
+
 class Misfit(Exception):
     """A change does not fit the code (any more)."""
 

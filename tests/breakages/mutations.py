@@ -14,17 +14,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
-from code_changes import ROOT, Change, Misfit, changed_cells, changed_files
+import of_basics
+import of_models
+import of_runs
+from code_changes import ROOT, Change, Misfit, Mutation, changed_cells, changed_files
 
 EVERYDAY = "not slow and not weekly and not browser and not mounts"
-
-
-class Mutation(NamedTuple):
-    """A small mistake, and the test that should notice it."""
-    test: str  # file of an everyday test; with "::function" where the file takes long to get there
-    changes: list[Change]
 
 
 MUTATIONS = {
@@ -661,6 +657,7 @@ MUTATIONS = {
     "matched grids ignore the setting": Mutation("tests/data/test_grids.py", [
         Change("data/images", "Geometry.target", "not self.match_grids", "True")]),
 }
+MUTATIONS |= of_basics.MUTATIONS | of_models.MUTATIONS | of_runs.MUTATIONS
 
 
 def read_changed(texts):

@@ -83,6 +83,8 @@ def test_no_number_is_taken_that_no_run_can_use(name, value):
     (dict(train=dict(output_dir="gs://bucket/run")), "`train.output_dir` must be a folder on this machine"),
     (dict(train=dict(output_dir=Path("s3://b/r"))), "`train.output_dir` must be a folder on this machine"),
     (dict(logging=dict(log_dir="hf://me/run")), "`logging.log_dir` must be a folder on this machine"),
+    (dict(data=dict(image_size=[104, 96])),
+     "`image_size` must be a multiple of 16, got 104; use 96 or 112"),
     (dict(data=dict(image_size="large")), r"`image_size` must be \[width, height\] or one number, got 'large'"),
 ])
 def test_values_are_refused_when_the_configuration_is_made(raw, sentence):

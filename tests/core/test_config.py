@@ -4,7 +4,8 @@ import json, re
 import pytest, yaml
 
 from qie_nb import config
-from qie_nb.config import describe, load_config_from_yaml, make_config, older_names
+from qie_nb.config import (
+    check_plan_arguments, describe, load_config_from_yaml, make_config, older_names, sides_of)
 
 V1 = dict(model=dict(release_shards=False, table_steps=[8]), cache=dict(decode_ahead=2, prompt_prefix=False, identity="ab12", vision_windows=False),
           train=dict(block_streaming=True, transformer_devices=["cuda:0", "cuda:1"], eval_noises=3, eval_pictures=1, mask_background=0.5, stop_after_nonfinite=7))
@@ -107,3 +108,27 @@ def test_a_file_is_a_configuration(tmp_path):
     (tmp_path/"run.yaml").write_text("train: {seed: 3}")
     assert make_config(tmp_path/"run.yaml") == make_config(str(tmp_path/"run.yaml")) == make_config(dict(train=dict(seed=3)))
     with pytest.raises(ValueError, match="must have sections like `train:` with settings below, got \\['train'\\]"): make_config(["train"])
+
+
+def test_a_refused_assignment_changes_nothing():
+    c = make_config(dict(train=dict(max_train_samples=9)))
+    with pytest.raises(ValueError, match="both say how long the run is"):
+        c.train.max_train_steps = 3
+    assert (c.train.max_train_steps, c.train.max_train_samples) == (None, 9)
+
+
+@pytest.mark.parametrize("typed, sides", [
+    ("832x576", [832, 576]), (1024, [1024, 1024]), ((832, 576), [832, 576]),
+    ("832 * 576", [832, 576])])
+def test_a_typed_resolution_is_width_and_height(typed, sides):
+    assert sides_of(typed) == sides
+
+
+def test_what_no_plan_can_be_made_of_names_the_option():
+    with pytest.raises(FileNotFoundError, match="^`--model` 'nofolder' is not a folder"):
+        check_plan_arguments(model="nofolder")
+    with pytest.raises(ValueError, match="^`resolution` must be a side or width x height"):
+        check_plan_arguments(resolution="large")
+    with pytest.raises(ValueError, match="`model.quantize` must be "):
+        check_plan_arguments(quantize="nf5")
+    check_plan_arguments("2511", "T4", "832x576", "nf4")

@@ -103,3 +103,20 @@ def test_a_setting_that_is_taken_back_is_unknown(focus):
         assert "focus" not in Config().model_dump()["train"]
     finally: add_setting("train", "focus", setting(2., "exponent of the weight", on_resume="must match"))
     assert role_of(Config.model_fields["train"].annotation.model_fields["focus"]).on_resume == "must match"
+
+
+def test_the_defaults_are_those_of_the_recipes():
+    "A run without settings learns the same in each version."
+    c = make_config()
+    assert (c.model.lora.r, c.model.lora.lora_alpha, c.model.lora.lora_dropout) == (16, None, 0.)
+    assert c.model.lora.target_modules == ["to_q", "to_k", "to_v", "to_out.0"]
+    assert (c.optimizer.name, c.optimizer.lr, c.optimizer.betas) == ("adamw", 1e-4, (0.9, 0.999))
+    assert (c.optimizer.weight_decay, c.optimizer.eps) == (0.01, 1e-8)
+    assert c.lr_scheduler.scheduler_type == "constant_with_warmup"
+    assert c.lr_scheduler.warmup_steps == 0
+    assert (c.data.image_size, c.data.batch_size, c.data.crop) == ([1024, 1024], 1, False)
+    assert (c.data.caption_dropout_rate, c.data.identity_share) == (0.1, 0.)
+    assert (c.train.timestep_sampling, c.train.timestep_shift) == ("uniform", 3.)
+    assert (c.train.loss_weighting, c.train.mask_min_weight) == ("none", 0.1)
+    assert (c.train.max_grad_norm, c.train.ema_decay, c.train.seed) == (1., None, 0)
+    assert (c.train.val_fraction, c.train.keep_checkpoints) == ("auto", 2)

@@ -133,3 +133,21 @@ def test_hf_xet_keeps_no_pieces_on_kaggle(given, expected):
     env = {name: value for name, value in os.environ.items() if name not in ours} | given
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == f"{expected} set()\n"
+
+
+@pytest.mark.parametrize("given, size", [
+    (dict(KAGGLE_KERNEL_RUN_TYPE="Batch"), "0"),
+    (dict(KAGGLE_URL_BASE="https://www.kaggle.com"), "0"),
+    (dict(COLAB_GPU="1"), None)])
+def test_downloads_are_kept_in_pieces_except_on_kaggle(given, size, monkeypatch):
+    from qie_nb.core import startup
+    for name in ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", startup.XET_CACHE):
+        monkeypatch.setenv(name, "") # so that it is taken back afterwards
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    startup.set_download_cache()
+    assert os.environ.get(startup.XET_CACHE) == size
+    monkeypatch.setenv(startup.XET_CACHE, "7")
+    startup.set_download_cache()
+    assert os.environ[startup.XET_CACHE] == "7", "what the user chose stays"

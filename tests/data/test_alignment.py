@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFilter, ImageOps
 
-from qie_nb.data import alignment_check
+from qie_nb.data import alignment, alignment_check
 from qie_nb.data.alignment import Alignment, displacement, measure_alignment, resampled
 from qie_nb.data.alignment_check import CheckedPair, align_pairs, aligned_images, alignment_mark, check_alignment, check_pair, sampled_alignment
 from qie_nb.data.samples import Sample, Samples, find_samples
@@ -102,6 +102,23 @@ def test_it_says_nothing_where_images_do_not_tell():
     assert (found.dx, found.sx) == (None, None)
 
 
+@pytest.mark.parametrize("side, errors, told", [
+    (64, (0.05, 0.05, 5e-4, 5e-4, 9e-4), "dx dy sx sy rotation"),
+    (64, (0.1, 0.05, 5e-4, 5e-4, 9e-4), ""), # nothing is sure where one number is shaky
+    (2048, (0.1, 0.05, 5e-4, 5e-4, 9e-4), "dx dy sx sy rotation"), # of smaller pixels
+    (64, (0.05, 0.05, 5e-4, 5e-4, 2e-3), ""),
+    (64, (math.inf, 0.05, math.inf, 5e-4, 9e-4), "dy sy rotation"), # no evidence along x
+])
+def test_a_number_is_told_only_if_its_error_is_small(side, errors, told, monkeypatch):
+    measured = np.array([5., -3., 1.01, 1.02, 0.01]), np.array(errors)
+    monkeypatch.setattr(alignment, "_located", lambda control, target: measured)
+    monkeypatch.setattr(alignment, "_changed", lambda *images: 0.)
+    image = Image.new("RGB", (side, side))
+    found = measure_alignment(image, image)._asdict()
+    known = [name for name, value in found.items() if value is not None]
+    assert known == [*told.split(), "changed"]
+
+
 def test_alpha_and_other_modes_are_opened_as_the_model_sees_them():
     control, target = pair(3.)
     see_through = target.copy()
@@ -188,6 +205,21 @@ def test_aligned_copies_load_and_fit_and_originals_stay(folder, tmp_path):
     assert samples[0].target.read_bytes() == (folder/"training_images"/"0000.png").read_bytes(), "a pair that fits is copied"
     with pytest.raises(ValueError, match="already exists and is not empty; name a new folder"): align_pairs(folder, out)
     with pytest.raises(ValueError, match="already exists"): align_pairs(folder, folder)
+
+
+def test_of_two_controls_the_one_that_was_measured_is_corrected(folder, tmp_path):
+    "The other one is copied byte by byte."
+    pair_of = find_samples(folder)[1]
+    flat = folder/"training_images"/"0002.png"
+    controls = flat, *pair_of.controls
+    samples = Samples([Sample("x", pair_of.target, controls, "make it old")])
+    assert align_pairs(samples, tmp_path/"out")["aligned"] == ["x"]
+    made, = find_samples(tmp_path/"out")
+    first, second = made.controls
+    assert first.read_bytes() == flat.read_bytes()
+    target = Image.open(made.target)
+    assert Image.open(second).size == target.size == (196, 160)
+    assert near(measure_alignment(Image.open(second), target))
 
 
 def test_zoomed_and_turned_pairs_agree_after_alignment():

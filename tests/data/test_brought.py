@@ -117,6 +117,17 @@ def test_a_control_that_two_files_may_be(tmp_path):
     assert names(find_samples(tmp_path, prompt="x")) == [("A.png", "A.png")]
 
 
+def test_a_name_in_another_case_is_taken_only_if_one_file_fits(tmp_path):
+    make(tmp_path/"1", "after/Cat.png,CAT.png before/cat.png")
+    said = "2 of 2 targets have no control image of the same name in before/: 'CAT.png', 'Cat.png'"
+    assert refused(tmp_path/"1", prompt="x").startswith(said)
+    make(tmp_path/"2", "after/Cat.png,cat.txt,CAT.txt before/cat.png")
+    found = find_samples(tmp_path/"2", prompt="x")
+    assert names(found) == [("Cat.png", "cat.png")] and found[0].prompt == "x"
+    (tmp_path/"2"/"after"/"CAT.txt").unlink()
+    assert find_samples(tmp_path/"2")[0].prompt == "make it blue"
+
+
 def test_a_second_control_that_is_missing_for_some(pairs):
     make(pairs, "control_images_2/1.png,2_.png,3.png")
     found = find_samples(pairs, prompt="x")

@@ -30,6 +30,7 @@ x/y/after/a.png,a.txt x/y/before/a.png x/readme.txt | | a.png a.png | in x/: in 
 After~Photos/a.jpg,a.txt Before~Photos/a.jpg | | a.jpg a.jpg | pairs: targets in 'After Photos', controls in 'Before Photos' (guessed from the names; set `data.target_dir` and `data.control_dir` to choose)
 my_dataset/a.png,a.txt my_dataset_control/a.png | | a.png a.png | targets in 'my_dataset', controls in 'my_dataset_control' (guessed
 dataset/a.png,a.txt control_2/a.jpg control_1/a.png | | a.png a.png a.jpg | controls in 'control_1', 'control_2' (guessed
+dataset/a.png,a.txt v2_control_1/a.jpg v1_control_2/a.png | | a.png a.jpg a.png | controls in 'v2_control_1', 'v1_control_2' (guessed
 image_dir/a.png,a.txt control_dir/a.png | | a.png a.png | targets in 'image_dir', controls in 'control_dir' (guessed
 A/a.png,a.txt B/a.png | target_dir=A control_dir=B | a.png a.png | folders A/ + B/
 zip/A/a.png zip/B/a.png zip/C/a.jpg | target_dir=B control_dir=C,A prompt=x | a.png a.jpg a.png | in zip/: folders B/ + C/, A/, `data.prompt` for 1 of 1

@@ -112,6 +112,7 @@ def test_a_trainer_refuses_a_zip_when_it_is_made(holiday):
 @pytest.mark.parametrize("files", [
     ["a/1.png", "b/2.png"], # no equal names
     ["a/1.png", "b/1.png"], # one image is no sign
+    [*(f"a/{n}.png" for n in "1234"), *(f"b/{n}.png" for n in "3456")], # half of the names
     [f"{d}/{n}.png" for d in "abc" for n in "123"], # three folders
     [f"__MACOSX/{d}/{n}.png" for d in "ab" for n in "123"]])
 def test_what_may_be_chance_is_not_guessed(files):

@@ -55,6 +55,15 @@ def test_without_a_script_both_images_are_whole_side_by_side():
     assert re.findall("<figcaption[^>]*>([^<]*)", page) == ["a", "b"]
 
 
+def test_each_title_is_that_of_its_image():
+    dark, light = (np.full((48, 64, 3), level, np.uint8) for level in (20, 230))
+    page = before_after(dark, light).html().partition("<script>")[0]
+    encoded = re.findall("base64,([^\"]*)", page)
+    levels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).mean() for data in encoded]
+    assert re.findall("<figcaption[^>]*>([^<]*)", page) == ["before", "after"]
+    assert levels == pytest.approx([20, 230], abs=2)
+
+
 def test_titles_are_escaped_and_not_in_the_script():
     view = before_after(noise(8, 8), noise(9, 9), [HOSTILE, HOSTILE])
     page, _, script = view.html().partition("<script>")

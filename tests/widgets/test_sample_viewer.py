@@ -25,7 +25,7 @@ from qie_nb.models.components import VARIANTS
 from qie_nb.tiny.photos import crops, EDITS, make_pairs, photo_folder, PHOTOS
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.widgets.cache_status import StatusText, cache_status
-from qie_nb.widgets.sample_page import sample_info
+from qie_nb.widgets.sample_page import masked_image, sample_info
 from qie_nb.widgets.sample_viewer import SampleViewer, pair_grid, sample_html, sample_viewer
 from test_masks import halves, paint
 
@@ -128,6 +128,7 @@ def test_tokens_agree_with_encoded_tensors(variant, controls, pairs, tmp_path):
         assert want.items() <= (f["tokens"] | dict(controls=0)).items() and list(f["tokens"]["controls"]) == tokens[1:]
         assert b["tokens"] == f["tokens"] | dict(counted_by="tokenizer") and b["missing"] == ["everything"] and f["cached"] and not f["missing"]
         assert b["text"] == VARIANTS[variant].prompt_text("" if ds.dropped(i) else "invert the colours", controls)
+        assert f["tokens"]["text"] + sum(f["tokens"]["vision"]) == text
         assert f["text"] in b["text"] and f["variant"] == variant and f["dropped"] == ds.dropped(i)
 
 
@@ -406,6 +407,15 @@ def test_mask_is_drawn(pairs):
     assert "is black everywhere" in sample_html(ds, 1)
 
 
+def test_a_mask_is_red_where_the_loss_does_not_count():
+    counts_right = np.zeros((2, 2), np.uint8)
+    counts_right[:, 1] = 255
+    shown = masked_image(Image.new("RGB", (32, 16), "white"), counts_right)
+    assert shown.getpixel((31, 0)) == (255, 255, 255)
+    red, green, blue = shown.getpixel((0, 0))
+    assert red > 200 and green == blue < 120
+
+
 def test_latents_are_decoded_on_demand(trained_run, pairs):
     ds = dataset(trained_run.root, trained_run.cache)
     ds.samples[1:] = dataset(pairs(seed=1)).samples
@@ -567,6 +577,15 @@ def test_verify_finds_corrupt_entries_of_every_layer(layered, tmp_path):
     loose.unlink()
     c.again.click()
     assert ">4</td>" in c.table.value
+
+
+@pytest.mark.parametrize("folder, remedy", [
+    ("packed", "read-only cache: precompute into a second folder"), ("two", "; precompute again")])
+def test_the_remedy_for_bad_entries_can_be_followed(folder, remedy, layered, tmp_path):
+    spoil(sorted((tmp_path/folder).rglob("*.safetensors"))[0])
+    status = cache_status(tmp_path/folder)
+    status.verify()
+    assert remedy in status.html()
 
 
 def test_status_of_missing_and_empty_caches(pairs, tmp_path):

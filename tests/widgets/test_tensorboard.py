@@ -130,6 +130,16 @@ def test_newest_runs_are_drawn(tmp_path):
         with SummaryWriter(tmp_path/f"run {n}") as w: w.add_scalar("loss", n, 1)
     fig = plot_events(tmp_path)
     assert len(fig.axes[0].lines) == 6 and fig.get_suptitle() == "the 6 newest of 9 runs"
+    assert [line.get_ydata()[0] for line in fig.axes[0].lines] == [3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("tag, value, drawn", [
+    ("drift_shift_px", 1.9, False), ("drift_shift_px", -2.1, True),
+    ("drift_scale_percent", 0.9, False), ("drift_scale_percent", 1.1, True), ("loss", 0., True)])
+def test_small_drift_is_not_drawn(tag, value, drawn):
+    run = events.EventRun({tag: [(1, 0.), (2, value)]})
+    assert events.worth_a_curve(tag, {"a": run}) == drawn
+    assert not events.worth_a_curve("lr", {"a": run}), "there is none"
 
 
 def test_program_beside_the_kernels_python(monkeypatch, tmp_path):

@@ -321,3 +321,34 @@ def test_sample_now_edits_the_images_after_the_step_by_button_or_file(pairs, tmp
     assert "edit after step 5" in panels[0].gallery() and panels[0].sample.layout.display == "none"
     assert not (tmp_path/"b"/"checkpoints"/"sample_now").exists()
     adapters_close(seen, trainer(root, tmp_path/"a", panel=False, **more).fit())
+
+
+def test_the_images_before_the_first_step_are_kept_to_compare_with(tmp_path, monkeypatch):
+    from PIL import Image
+    monkeypatch.setattr("qie_nb.widgets.training_panel.MOST_SAMPLES", 3)
+    Image.new("RGB", (64, 32)).save(tmp_path/"edit.jpg")
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    for step in range(0, 60, 10):
+        t.state.global_step = t.global_step = step
+        t.state.eval_images = [EvalImage("a", "pair", tmp_path/"edit.jpg")]
+        panel.show_eval_images(t.state)
+    assert panel.data()["sampled"] == [0, 40, 50]
+
+
+def test_the_held_out_loss_is_the_last_one_beside_the_first(tmp_path):
+    t, panel = begun(tmp_path, TrainingPanel(every=0))
+    for step, loss in ((0, 0.61), (10, 0.45), (20, 0.31)):
+        panel.add_losses(step, None, loss)
+    assert panel.data()["held_out_loss"] == 0.31
+    assert "0.3100 (first 0.6100)" in panel.html()
+
+
+@pytest.mark.parametrize("step, left", [(0, 3), (9, 3), (10, 2), (29, 1)])
+def test_the_time_left_has_the_evaluations_to_come(step, left, tmp_path):
+    "After the steps 10 and 20, and at the end."
+    t, panel = begun(tmp_path, TrainingPanel(every=0), max_steps=30)
+    panel.interval = SimpleNamespace(of=lambda max_steps: (0, 10))
+    t.state.eval_cost, t.state.global_step = 7., step
+    assert panel.evaluating_left() == 7. * left
+    t.state.stop = "the stop button"
+    assert panel.evaluating_left() == 0
