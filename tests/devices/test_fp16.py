@@ -9,7 +9,7 @@ from fp16 import with_outliers # benchmarks/fp16.py
 from qie_nb.devices import fp16
 from qie_nb.devices.strategies.block_swap import enable_block_swap
 from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
-from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
+from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, Fp16Stats, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.adapters import merge_lora, unmerge_lora
 from qie_nb.models.quantizations.known import quantize
@@ -87,6 +87,22 @@ def random_attention(n=300, d=32):
 def test_attention_with_large_and_with_small_numbers(factors):
     inputs = [t * f for t, f in zip(random_attention(), factors)] # queries, keys, values, gradient
     assert farthest(attended(*inputs), attended(*inputs, on=False)) < 0.003
+
+
+def test_products_are_summed_in_float32(monkeypatch):
+    "By default torch lets cuBLAS sum in float16."
+    allowed = torch.backends.cuda.matmul
+    monkeypatch.setattr(allowed, "allow_fp16_reduced_precision_reduction", True)
+    model(on=True)
+    assert not allowed.allow_fp16_reduced_precision_reduction
+
+
+def test_a_gradient_with_nan_names_where_it_began():
+    "A backward pass begins with the last block."
+    stats = Fp16Stats(3)
+    for block in (0, 1):
+        stats.note(1, block * len(PLACES), torch.tensor([float("nan")]))
+    assert stats.first() == "block 1, the gradient of the output of attn.to_q, backward"
 
 
 def test_products_stay_below_the_limit():

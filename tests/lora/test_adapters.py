@@ -163,6 +163,15 @@ def test_training_starts_from_a_file(tmp_path, capsys):
     lora.assert_float32(tr)
 
 
+def test_training_starts_from_the_file_although_an_adapter_is_loaded(tmp_path):
+    file = lora.save_lora(trained(seed=2), tmp_path/"second")
+    tr = loaded(lora.save_lora(trained(seed=1), tmp_path/"first"))
+    before = output(tr)
+    lora.start_lora(tr, LoraSection(r=4, pretrained_weight=str(file)))
+    assert differ(output(tr), before)
+    same(output(tr), output(trained(seed=2)))
+
+
 def test_without_a_file_a_new_adapter_or_the_loaded_one(tmp_path):
     one, two = bare(), bare()
     for tr in (one, two): assert lora.start_lora(tr, LoraSection(r=4), seed=5) == {}
