@@ -75,7 +75,9 @@ MUTATIONS: dict[str, Mutation] = {
         Change("models/prequantize", "save_prequantized", "table_dtype, not base, part_bytes",
                "table_dtype, base, part_bytes")]),
     # --- single_file
-    "every file is rotated in groups of 256": Mutation("tests/models/test_single_file.py", [
+    "every file is rotated in groups of 256": Mutation(
+        "tests/models/test_single_file.py::"
+        "test_each_form_gives_the_weights_within_its_rounding", [
         Change("models/single_file", "rotated_group",
                'both.get("convrot_groupsize", GROUP)', "GROUP")]),
     "all pieces of a weight get the first rows' scales": Mutation(
@@ -87,7 +89,9 @@ MUTATIONS: dict[str, Mutation] = {
         "test_what_is_not_known_is_refused_in_one_sentence_before_any_work", [
         Change("models/single_file", "", '"give it as `model.text_encoder_file`"',
                '"give it as `model.transformer_file`"')]),
-    "the mark of scaled float8 is a weight": Mutation("tests/models/test_single_file.py", [
+    "the mark of scaled float8 is a weight": Mutation(
+        "tests/models/test_single_file.py::"
+        "test_each_form_gives_the_weights_within_its_rounding", [
         Change("models/single_file", "SingleFile.__init__",
                'self.marks | {"scaled_fp8"}', 'self.marks')]),
     # --- tensor_files
@@ -194,7 +198,8 @@ MUTATIONS: dict[str, Mutation] = {
         Change("models/variants/text_to_image", "QwenImage.note",
                "image_positions=self.positions", 'image_positions="3d"')]),
     "other positions: set what is set already": Mutation(
-        "tests/parity/test_image_positions.py", [
+        "tests/parity/test_image_positions.py::"
+        "test_a_lora_names_its_positions_and_the_other_mode_is_named_once", [
         Change("models/variants/text_to_image", "other_positions",
                '"3d" if was == "3d" else "installed" if',
                '"installed" if was == "3d" else "3d" if')]),
@@ -212,9 +217,6 @@ MUTATIONS: dict[str, Mutation] = {
     "four images look usual": Mutation(
         "tests/models/test_variants.py::test_what_is_published_of_each_model", [
         Change("models/variants/v2509", "V2509", "trained_images = 3", "trained_images = 4")]),
-    "pictures are counted with one word less": Mutation(
-        "tests/planning/test_disk_space.py::test_plan_agrees_with_what_is_written", [
-        Change("models/variants/v2509", "V2509", "image_words = 8", "image_words = 7")]),
     "ComfyUI does not modulate 2511's controls at zero": Mutation(
         "tests/extras/test_comfyui_workflow.py::test_each_variant_has_its_nodes", [
         Change("models/variants/v2511", "V2511", "controls_at_zero=True",
@@ -377,7 +379,7 @@ MUTATIONS: dict[str, Mutation] = {
         Change("devices/strategies/host_memory", "host_problem", "len(devices) > 1",
                "len(devices) > 2")]),
     "a copy does not wait for the block that computes": Mutation(
-        "tests/devices/test_block_swap.py", [
+        "tests/devices/test_block_swap.py::test_outputs_and_gradients_are_the_same", [
         Change("devices/strategies/host_memory", "Streams.copy",
                "self.side.wait_stream(self.cuda.current_stream(self.device))", "pass")]),
     "memory that is full: the setting is to be off": Mutation(
