@@ -89,12 +89,16 @@ def test_attention_with_large_and_with_small_numbers(factors):
     assert farthest(attended(*inputs), attended(*inputs, on=False)) < 0.003
 
 
-def test_products_are_summed_in_float32(monkeypatch):
+def test_products_are_summed_in_float32():
     "By default torch lets cuBLAS sum in float16."
-    allowed = torch.backends.cuda.matmul
-    monkeypatch.setattr(allowed, "allow_fp16_reduced_precision_reduction", True)
-    model(on=True)
-    assert not allowed.allow_fp16_reduced_precision_reduction
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_reduced_precision_reduction
+    products.allow_fp16_reduced_precision_reduction = True
+    try:
+        model(on=True)
+        assert not products.allow_fp16_reduced_precision_reduction
+    finally:
+        products.allow_fp16_reduced_precision_reduction = before
 
 
 def test_a_gradient_with_nan_names_where_it_began():
