@@ -240,7 +240,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/lora/test_adapters.py::test_only_named_adapters_are_active", [
         Change("lora/adapters", "train_only", "set_weight(transformer, name, 1.0)", "pass")]),
     "alpha is 16 by default": Mutation(
-        "tests/lora/test_file_header.py::test_a_saved_file_obeys_the_specification", [
+        "tests/lora/test_adapters.py::test_alpha_is_the_rank_by_default", [
         Change("lora/adapters", "add_lora", "settings.lora_alpha or settings.r",
                "settings.lora_alpha or 16")]),
     "a start LoRA's dropout stays that of its file": Mutation(
@@ -322,7 +322,7 @@ MUTATIONS: dict[str, Mutation] = {
         Change("devices/fp16", "Fp16Stats.first", "bad.nonzero()[-1 if backward else 0]",
                "bad.nonzero()[0]")]),
     "backward products without the scales of their rows": Mutation(
-        "tests/devices/test_fp16.py::test_quantized_bases", [
+        "tests/devices/test_fp16.py::test_gradients_through_one_layer", [
         Change("devices/fp16", "ScaledLinear.backward", "g * times if rows else g", "g")]),
     # --- processes
     "both processes on the first GPU": Mutation(

@@ -67,6 +67,17 @@ def test_eight_bit_weights_are_exact_in_float16(kind):
     torch.testing.assert_close(w.float() * rows[:, None], layer.weight.dequantize(), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("kind", [None, "qint8", "qfloat8", "nf4"])
+def test_gradients_through_one_layer(kind):
+    "In a model most of a gradient passes beside the layers."
+    layer = quantize(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
+    layer.fp16 = fp16.LayerStats(Fp16Stats(1), 0)
+    x, g = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
+    exact, = torch.autograd.grad(layer(x), x, g)
+    ours, = torch.autograd.grad(fp16.ScaledLinear.apply(x, layer), x, g)
+    assert far(ours, exact) < 0.003
+
+
 def attended(q, k, v, g, on=True):
     "Output and gradients of attention."
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))

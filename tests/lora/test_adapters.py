@@ -43,6 +43,12 @@ def test_options_train(settings, fixed):
     assert losses[-1] < 0.7 * losses[0] and {k.split(".lora_")[0] for k, v in lora.lora_state(tr).items() if torch.equal(first[k], v)} == fixed
 
 
+def test_alpha_is_the_rank_by_default():
+    for settings, scale in ((dict(r=4), 1), (dict(r=4, lora_alpha=8), 2)):
+        tr = lora.add_lora(bare(), LoraSection(**settings))
+        assert tr.transformer_blocks[0].attn.to_q.scaling["default"] == scale
+
+
 def test_dropout_follows_the_configuration(tmp_path):
     tr = trained(lora_dropout=0.5)
     file, kept = lora.save_lora(tr, tmp_path), output(tr.eval())
