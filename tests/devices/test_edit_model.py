@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from qie_nb.config import make_config
 from qie_nb.core.choice import Choice, Plan
+from qie_nb.devices import edit_model
 from qie_nb.devices.edit_model import EditModel
+from qie_nb.devices.strategies.base import forbid_move
 from qie_nb.devices.strategies.ways import STRATEGIES, Strategy, asked_for, in_order, used_by
 from qie_nb.planning.memory import block_bytes, memory_query, stream_tokens
 from qie_nb.planning.memory import memory_of
@@ -70,6 +73,21 @@ def test_the_dictionaries_can_be_read_alone(view):
     assert model.areas["control_area"] != 1, "a copy"
 
 
+def test_an_offloaded_component_is_never_whole_on_its_device(monkeypatch):
+    asked = []
+
+    def load(folder, name, dtype, device, *rest):
+        asked.append(str(device))
+        return torch.nn.Linear(1, 1)
+
+    monkeypatch.setattr(edit_model, "load_component", load)
+    monkeypatch.setattr(edit_model, "offload", lambda part, device: part)
+    devices = dict(text_encoder="meta")
+    model = EditModel(str(tiny_folder("2511")), devices=devices, offload=["text_encoder"])
+    model.get("text_encoder")
+    assert asked == ["cpu"], "the device has no room for it"
+
+
 # --- ways to fit a model
 JOB = memory_query(make_config())
 
@@ -112,6 +130,14 @@ def test_a_way_of_yours_is_asked_last():
         assert in_order()[-1] is STRATEGIES["mine"] and Mine().problem(None) == ""
     finally:
         del STRATEGIES["mine"]
+
+
+def test_a_split_transformer_cannot_be_moved_to_one_of_its_devices():
+    model = torch.nn.Module()
+    model.transformer_blocks = torch.nn.ModuleList([torch.nn.Linear(1, 1, device=d) for d in ("cpu", "meta")])
+    forbid_move(model, "on several GPUs", "train.model_parallel_devices")
+    with pytest.raises(ValueError, match="on several GPUs cannot be moved; set `train.model_parallel_devices` to"):
+        model.to("meta")
 
 
 def test_without_a_gpu_a_warning_comes_before_the_hub_is_asked(monkeypatch, capsys):

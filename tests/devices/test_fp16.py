@@ -9,7 +9,7 @@ from fp16 import with_outliers # benchmarks/fp16.py
 from qie_nb.devices import fp16
 from qie_nb.devices.strategies.block_swap import enable_block_swap
 from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
-from qie_nb.devices.fp16 import LIMIT, MOST, AttnScale, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
+from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, Fp16Stats, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.adapters import merge_lora, unmerge_lora
 from qie_nb.models.quantizations.known import quantize
@@ -67,6 +67,17 @@ def test_eight_bit_weights_are_exact_in_float16(kind):
     torch.testing.assert_close(w.float() * rows[:, None], layer.weight.dequantize(), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("kind", [None, "qint8", "qfloat8", "nf4"])
+def test_gradients_through_one_layer(kind):
+    "In a model most of a gradient passes beside the layers."
+    layer = quantize(torch.nn.Sequential(torch.nn.Linear(64, 48).requires_grad_(False)), kind)[0]
+    layer.fp16 = fp16.LayerStats(Fp16Stats(1), 0)
+    x, g = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
+    exact, = torch.autograd.grad(layer(x), x, g)
+    ours, = torch.autograd.grad(fp16.ScaledLinear.apply(x, layer), x, g)
+    assert far(ours, exact) < 0.003
+
+
 def attended(q, k, v, g, on=True):
     "Output and gradients of attention."
     q, k, v = (t.clone().requires_grad_() for t in (q, k, v))
@@ -87,6 +98,26 @@ def random_attention(n=300, d=32):
 def test_attention_with_large_and_with_small_numbers(factors):
     inputs = [t * f for t, f in zip(random_attention(), factors)] # queries, keys, values, gradient
     assert farthest(attended(*inputs), attended(*inputs, on=False)) < 0.003
+
+
+def test_products_are_summed_in_float32():
+    "By default torch lets cuBLAS sum in float16."
+    products = torch.backends.cuda.matmul
+    before = products.allow_fp16_reduced_precision_reduction
+    products.allow_fp16_reduced_precision_reduction = True
+    try:
+        model(on=True)
+        assert not products.allow_fp16_reduced_precision_reduction
+    finally:
+        products.allow_fp16_reduced_precision_reduction = before
+
+
+def test_a_gradient_with_nan_names_where_it_began():
+    "A backward pass begins with the last block."
+    stats = Fp16Stats(3)
+    for block in (0, 1):
+        stats.note(1, block * len(PLACES), torch.tensor([float("nan")]))
+    assert stats.first() == "block 1, the gradient of the output of attn.to_q, backward"
 
 
 def test_products_stay_below_the_limit():

@@ -9,12 +9,23 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from qie_nb.devices.strategies.fsdp import launch_problem
 from qie_nb.lora.formats import find_lora
 from qie_nb.trainer import QwenImageEditTrainer
 
 from helpers import finish, settings, write_pairs
 
 JOB = Path(__file__).parent / "fsdp_job.py"
+
+
+@pytest.mark.parametrize("wanted, made, sharded, why", [
+    ("auto", "MULTI_GPU", True, "`train.distributed` is fsdp, but accelerate started MULTI_GPU"),
+    ("fsdp", "MULTI_GPU", False, "`train.distributed` is fsdp, but accelerate started MULTI_GPU"),
+    ("ddp", "FSDP", False, "`train.distributed` is ddp, but FSDP was launched"),
+    ("auto", "FSDP", False, ""), ("fsdp", "FSDP", True, ""), ("ddp", "MULTI_GPU", False, "")])
+def test_what_was_launched_must_be_what_is_planned(wanted, made, sharded, why):
+    found = launch_problem(wanted, made, sharded)
+    assert found.startswith(why) and bool(found) == bool(why)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from qie_nb.devices import processes
-from qie_nb.devices.processes import Processes, ProcessEnded, environment_of
+from qie_nb.devices.processes import Processes, ProcessEnded, environment_of, local_device
 
 STUB = """
 import json, os, sys, time
@@ -39,6 +39,16 @@ def test_each_process_has_a_rank_and_a_gpu_of_its_own(stub):
     assert [told[rank]["LOCAL_RANK"] for rank in (0, 1)] == ["0", "1"], "both would train on one GPU"
     assert {env["WORLD_SIZE"] for env in told.values()} == {env["LOCAL_WORLD_SIZE"] for env in told.values()} == {"2"}
     assert told[0]["MASTER_PORT"] == told[1]["MASTER_PORT"] and told[0]["QIE_NB_TURNS"] == told[1]["QIE_NB_TURNS"]
+
+
+def test_a_worker_of_a_cluster_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    found = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        found.append(str(local_device("auto")))
+    assert found == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize("dies", [0, 1])

@@ -43,6 +43,12 @@ def test_options_train(settings, fixed):
     assert losses[-1] < 0.7 * losses[0] and {k.split(".lora_")[0] for k, v in lora.lora_state(tr).items() if torch.equal(first[k], v)} == fixed
 
 
+def test_alpha_is_the_rank_by_default():
+    for settings, scale in ((dict(r=4), 1), (dict(r=4, lora_alpha=8), 2)):
+        tr = lora.add_lora(bare(), LoraSection(**settings))
+        assert tr.transformer_blocks[0].attn.to_q.scaling["default"] == scale
+
+
 def test_dropout_follows_the_configuration(tmp_path):
     tr = trained(lora_dropout=0.5)
     file, kept = lora.save_lora(tr, tmp_path), output(tr.eval())
@@ -161,6 +167,15 @@ def test_training_starts_from_a_file(tmp_path, capsys):
     assert info["weights"] == "raw" and len(lora.lora_parameters(tr)) == 40 and len(lora.lora_tensors(tr)) == 48
     same(output(tr), output(source))
     lora.assert_float32(tr)
+
+
+def test_training_starts_from_the_file_although_an_adapter_is_loaded(tmp_path):
+    file = lora.save_lora(trained(seed=2), tmp_path/"second")
+    tr = loaded(lora.save_lora(trained(seed=1), tmp_path/"first"))
+    before = output(tr)
+    lora.start_lora(tr, LoraSection(r=4, pretrained_weight=str(file)))
+    assert differ(output(tr), before)
+    same(output(tr), output(trained(seed=2)))
 
 
 def test_without_a_file_a_new_adapter_or_the_loaded_one(tmp_path):

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save, save_file
 from helpers import write_pairs
 from loras import file_of, same, tensors_file, trained
 from qie_nb.lora.adapters import convert_lora, save_lora
-from qie_nb.lora.file_header import LONGEST_CAPTION, MOST_CAPTIONS, counted_captions
+from qie_nb.lora.file_header import (
+    LONGEST_CAPTION, MOST_CAPTIONS, counted_captions, thumbnail_of, trained_on)
 from qie_nb.lora.formats import read_lora
 from qie_nb.models.single_file import expected_shapes
 from qie_nb.models.variants.base import VARIANTS
@@ -122,6 +124,14 @@ def test_title_and_thumbnail_are_the_users(run, tmp_path):
     assert Image.open(io.BytesIO(data)).size == (256, 256) and len(data) < 100_000
 
 
+def test_a_thumbnail_shows_the_centre():
+    wide = Image.new("RGB", (300, 100), "red")
+    wide.paste("blue", (100, 0, 200, 100))
+    data = base64.b64decode(thumbnail_of(wide).partition(",")[2])
+    red, _, blue = Image.open(io.BytesIO(data)).getpixel((30, 128))
+    assert blue > 200 and red < 50
+
+
 def test_comfyui_shows_the_longest_header(run, tmp_path):
     "Its window asks for headers of at most a mebibyte (ComfyUI, server.py: view_metadata)."
     t, _ = run
@@ -213,6 +223,13 @@ def test_captions_are_one_line_each_shortened_and_few():
     found = counted_captions(many)
     assert len(found) == MOST_CAPTIONS and next(iter(found.items())) == ("edit 7", 3)
     assert not any("\n" in text or len(text) > 300 for text in counted_captions(many[-2:]))
+
+
+def test_a_trigger_word_of_the_user_stays():
+    "Without one it is the instruction that all pairs have."
+    samples = [SimpleNamespace(prompt="make it blue")] * 2
+    assert trained_on(samples, "sks")["trigger"] == "sks"
+    assert trained_on(samples)["trigger"] == "make it blue"
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))

@@ -33,6 +33,11 @@ def test_captions_are_escaped():
     assert "make it red" in card and "running mean (EMA) over the steps, after 500 steps" in card
 
 
+def test_a_card_says_how_many_captions_it_leaves_out():
+    card = model_card(FACTS | dict(captions=[f"edit {n}" for n in range(8)]))
+    assert "edit 4\n```\n\nand 3 more." in card and "edit 5" not in card
+
+
 def test_header_is_yaml_with_known_facts_only(tmp_path):
     top = lambda facts: yaml.safe_load(model_card(facts).split("---\n")[1])
     assert top(FACTS) == dict(base_model="Qwen/Qwen-Image-Edit-2511", license="apache-2.0", library_name="diffusers", pipeline_tag="image-to-image",

@@ -1,4 +1,5 @@
 """Model files: each job downloads what it needs, after a check of the disk; only downloaded files are deleted."""
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from qie_nb.core.environment import used_bytes
 from qie_nb.models import components, hub as hubs, prequantize
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import resolve_model
-from qie_nb.models.hub import HubClient, base_digest
+from qie_nb.models.hub import HubClient, base_digest, sampled_digest
 from helpers import adapters_close, interrupted, on_call, slow_except
 from test_prequantize import contents, sharded, trainer # noqa: F401, a fixture
 from test_quantize import narrow, same_tensors # noqa: F401
@@ -114,6 +115,15 @@ def test_a_download_is_announced_once_and_before_its_first_byte(hub, tmp_path, m
     assert "downloading" not in "".join(said[1:]) + capsys.readouterr().out
 
 
+def test_what_is_here_is_not_announced_again(hub, capsys):
+    "After an interruption the size is that of what is still to come."
+    for path in (hub.served/"transformer").glob("*.safetensors"):
+        hub.get(NAME, f"transformer/{path.name}", None)
+    hubs.hub_model(NAME).announce()
+    left = sum(p.stat().st_size for p in hub.served.glob("*/*.safetensors") if p.parent.name != "transformer")
+    assert f"downloading {NAME}, {hubs.format_bytes(left)} in all" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_shards_are_deleted_after_they_are_quantized(hub, pairs, tmp_path, capsys):
     root, quantized = pairs(), dict(text_encoder_quantize="qint8", delete_downloaded_shards=True)
@@ -186,6 +196,17 @@ def test_too_small_a_disk_is_refused_before_the_first_shard(quantization, senten
     assert not weights(hub.got)
 
 
+def test_a_disk_holds_the_copy_and_the_largest_file(hub):
+    "With room for the smallest one the download would end in the middle."
+    model, kept = hubs.hub_model(NAME), 1000
+    sizes = model.missing("transformer").values()
+    hub.size = hub.used() + kept + max(sizes)
+    model.check_disk_space("transformer", kept)
+    hub.size -= 1
+    with pytest.raises(OSError, match="it needs .* of free space"):
+        model.check_disk_space("transformer", kept)
+
+
 @pytest.mark.parametrize("after", slow_except([6], [1, 6, 11]))
 def test_a_killed_download_continues_and_deletes_only_what_it_downloaded(after, hub):
     before = sorted(f"transformer/{p.name}" for p in (hub.served/"transformer").glob("*.safetensors"))[3:5]
@@ -255,6 +276,18 @@ def test_names_of_no_model(hub, tmp_path):
     hub.files = mock.Mock(side_effect=ConnectionError)
     with pytest.raises(FileNotFoundError, match=r"'no/model' is not a local folder and cannot be downloaded \(ConnectionError\): huggingface.co cannot be reached "): resolve_model("no/model")
     with pytest.raises(ValueError, match="has no model_index.json"): EditModel(str(tmp_path))
+
+
+def test_a_change_at_the_end_of_a_large_file_changes_its_digest(tmp_path):
+    "Of 16 MB and more only blocks are read, the last one among them."
+    file = tmp_path/"large.safetensors"
+    file.write_bytes(bytes(8)) # a header of no bytes
+    os.truncate(file, 17 * 2**20)
+    before = sampled_digest(file)
+    with open(file, "r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        f.write(b"x")
+    assert sampled_digest(file) != before
 
 
 def test_the_layout_of_the_hubs_cache(tmp_path, monkeypatch):

@@ -183,7 +183,7 @@ def test_a_copy_with_its_layers_needs_no_table(sharded, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model, sentence", [ # others are in the notebook
-    (dict(text_encoder_quantize="qint8"), "is prequantized as nf4, but `model.text_encoder_quantize` is qint8"),
+    (dict(text_encoder_quantize="qint8"), "is prequantized as nf4, but `model.text_encoder_quantize` is qint8; set it to nf4 or none"),
     (dict(modulation_table=False), "`model.modulation_table` is false.*the prequantized copy "),
     (dict(lora=dict(r=4, target_modules=["to_q", "img_mod.1"])), r"names transformer_blocks.0.img_mod.1.*the prequantized copy ")])
 def test_a_copy_cannot_be_used_in_another_form(model, sentence, copied, tmp_path):
@@ -261,3 +261,20 @@ def test_too_small_a_disk_is_refused_before_the_first_file(narrow, pairs, tmp_pa
     with pytest.raises(OSError, match=r"copy' has 0\.0 MB free, but the copy needs .* \(transformer .*, modulation table .*, text_encoder .*, the table twice"):
         full.save_prequantized(tmp_path/"copy")
     assert full.weight_dtype == torch.float32 and dtypes == [torch.bfloat16] * 2, "sizes are those of the checkpoint's dtype"
+
+
+class Begun(Exception):
+    "A copy is being made."
+
+
+def test_the_modulation_table_needs_room_twice(sharded, tmp_path, monkeypatch):
+    "Its rows are kept one by one, and then packed."
+    def begin(*args, **kw): raise Begun
+    monkeypatch.setattr(prequantize, "quantize_checkpoint", begin)
+    monkeypatch.setattr(prequantize, "quantized_bytes", lambda *args: 1000)
+    monkeypatch.setattr(prequantize, "modulation_table_bytes", lambda *args: 500)
+    full = trainer(tmp_path, tmp_path, "full", sharded)
+    for free, outcome in ((2000, Begun), (1999, OSError)):
+        monkeypatch.setattr(prequantize, "free_bytes", lambda path, free=free: free)
+        with pytest.raises(outcome):
+            full.save_prequantized(tmp_path/"copy", encoders=False)

@@ -20,7 +20,7 @@ from qie_nb.devices.edit_model import EditModel, offload
 from qie_nb.models.components import VARIANTS, load_component
 from qie_nb.models.loading import device_of
 from qie_nb.models.hub import LocalShards
-from qie_nb.models.loading import component_bytes, load_quantized
+from qie_nb.models.loading import component_bytes, load_quantized, stored_dtype
 from qie_nb.models.prequantize import quantize_checkpoint
 from qie_nb.models.quantizations import base
 from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization, held_bytes, plain_tensors, quantizable_layers, quantize
@@ -113,6 +113,30 @@ def test_a_run_and_its_lora_on_the_plain_model(q, trained_run, tmp_path):
     assert trainer.predict(Image.new("RGB", (40, 30), "red"), "x", num_inference_steps=2).std() > 0
 
 
+# --- what a plan counts
+@pytest.mark.parametrize("q, shared", [("qfloat8", 0), ("qint8", 0), ("fp8_storage", 0), ("nf4", 1024)])
+def test_planned_bytes_of_a_layer_are_those_that_it_holds(q, shared):
+    "All layers of nf4 share a table of 256 float32 numbers."
+    layer = quantize_linear(torch.nn.Linear(1024, 256).bfloat16(), q)
+    held = sum(t.nbytes for p in (layer.weight, layer.bias) for t in plain_tensors(p))
+    assert held - shared == QUANTIZATIONS[q].bytes(1024, 256)
+
+
+@pytest.mark.parametrize("q", [q for q in QUANTIZATIONS if q not in COMPILES])
+def test_autograd_keeps_what_a_plan_counts(q):
+    "Copies of dequantized weights, and the inputs of frozen layers."
+    kept = []
+    def keep(t):
+        if type(t) in (torch.Tensor, torch.nn.Parameter): kept.append((t.dtype, t.numel()))
+        return t
+    layer = quantize_linear(torch.nn.Linear(256, 64).bfloat16(), q)
+    x = torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t): layer(x)
+    found = QUANTIZATIONS[q]
+    assert ((torch.bfloat16, 256 * 64) in kept) == found.copies
+    assert ((torch.bfloat16, 256 * 32) in kept) == found.keeps_inputs
+
+
 # --- loading
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
@@ -197,6 +221,12 @@ def test_no_layer_waits_for_quantization(narrow, monkeypatch):
     assert len(waiting) > 20 and max(waiting) <= 2
 
 
+def test_a_files_dtype_is_that_of_most_tensors(tmp_path):
+    narrow = torch.zeros(2, dtype=torch.bfloat16)
+    save_file(dict(a=torch.zeros(2), b=narrow, c=narrow.clone()), tmp_path/"x.safetensors")
+    assert stored_dtype(tmp_path/"x.safetensors") == torch.bfloat16
+
+
 def test_a_missing_shard_is_named(sharded, tmp_path):
     folder = shutil.copytree(sharded/"transformer", tmp_path/"transformer")
     (gone := max(folder.glob("*.safetensors"))).unlink()
@@ -237,6 +267,7 @@ REFUSED = [
     ("qint4", "cpu", [(shutil, "which", lambda *a, **kw: None)], "needs ninja and g++, not found here; pip install ninja, "),
     ("qint4", "cuda", [(shutil, "which", lambda n, **kw: n if n != "nvcc" else None)], "needs nvcc, not found here"),
     ("nf4", "mps", [], "nf4 runs on cpu and cuda, got mps; use qint8"),
+    ("qfloat8", "mps", [], "stores weights in float8, which mps does not support; use qint8"),
     ("nf4", "cuda", [(torch.cuda, "get_device_capability", lambda d: (5, 2)), (torch.cuda, "get_device_name", lambda d: "Tesla M60")],
      "compute capability 6.0 or higher, got Tesla M60; use qint8")]
 

@@ -8,7 +8,8 @@ from qie_nb.models.encoders import encode_prompt, prefix_positions, vl_images
 from qie_nb.extras.selfcheck import selfcheck, selfcheck_config
 from qie_nb.lora.adapters import lora_info
 from qie_nb.devices.edit_model import EditModel
-from qie_nb.models.components import restore_image_positions
+from qie_nb.models.components import VARIANTS, restore_image_positions
+from qie_nb.models.variants import text_to_image
 from qie_nb.models.variants.text_to_image import installed_positions
 from qie_nb.planning.doctor import doctor
 from qie_nb.tiny.random_models import tiny_folder
@@ -116,6 +117,13 @@ def test_each_mode_has_its_own_cache_entries():
     a, b = (EditModel(str(folder("2511")), image_positions=mode) for mode in ("3d", "installed"))
     assert (a.variant.positions, b.variant.positions) == ("3d", "1d")
     assert {k for k, v in a.identity().items() if b.identity()[k] != v} == {"template"}
+
+
+@pytest.mark.parametrize("mode, installed, told", [("3d", "1d", "3d"), ("installed", "1d", "1d"), ("installed", "3d", "3d")])
+def test_the_note_of_a_lora_follows_the_setting(mode, installed, told, monkeypatch):
+    monkeypatch.setattr(text_to_image, "installed_positions", lambda pipeline: installed)
+    for v in VARIANTS.values():
+        if v.positions: assert v.with_positions(mode).note()["image_positions"] == told, v
 
 
 @affected

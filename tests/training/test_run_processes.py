@@ -425,3 +425,8 @@ def test_a_quantization_that_was_set_on_the_trainer_is_handed_to_the_processes(c
     assert job_config(t)["model"]["quantize"] == t.quantize
     t.quantize = "qint8"
     assert job_config(t)["model"]["quantize"] == "qint8"
+
+
+def test_a_started_process_starts_no_others(config):
+    t = QwenImageEditTrainer(config("out", num_processes=2))
+    assert job_config(t)["train"]["num_processes"] == 1
