@@ -30,11 +30,12 @@ def settings(
     data:Path, # training pairs
     held_out:Path,
     seed:int,
+    steps:int=STEPS,
 ) -> dict:
     "The demo's settings, shorter."
     return dict(
         preset="tiny", data=dict(dataset_path=str(data), image_size=[96, 96], batch_size=4),
-        train=dict(output_dir=str(root), max_train_steps=STEPS, save_interval=0, val_path=str(held_out),
+        train=dict(output_dir=str(root), max_train_steps=steps, save_interval=0, val_path=str(held_out),
                    eval_interval=0, eval_steps=None, eval_images=0, eval_at_start=False, seed=seed),
         optimizer=dict(lr=5e-3, weight_decay=0.), cache=dict(cache_dir=str(root/"cache")),
         lr_scheduler=dict(scheduler_type="cosine", warmup_steps=5),

@@ -310,7 +310,8 @@ def edit_masks():
             if what not in s[mode]: return "-"
             x = s[mode][what]
             return f"{x['mean']:.1f} ({x['low']:.1f} to {x['high']:.1f})"
-        rows.append([edit, r["kind"], f"{r['mask_mean']:.2f}", *(cell(m, w) for w in ("inside", "outside", "whole") for m in ("none", "auto"))])
+        cells = [cell(mode, what) for what in ("inside", "outside", "whole") for mode in ("none", "auto")]
+        rows.append([edit, r["kind"], f"{r['mask_mean']:.2f}", *cells])
     head = [f"{w}, {m}" for w in ("inside", "outside", "whole image") for m in ("none", "auto")]
     return markdown(["edit", "changes", "mean mask", *head], rows)
 

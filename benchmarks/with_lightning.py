@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 
+from backward_pairs import settings
+
 SEEDS = (0, 1, 2, 3, 4)
 EDIT = "duotone" # the model does not know it
 KNOWN = ("keep", "grayscale", "invert", "brighter", "darker", "swap", "blue", "contrast")
@@ -34,23 +36,6 @@ OUT = Path(__file__).parent/"results"/"with_lightning.json"
 # columns with Lightning: (steps, strength of the LoRA, strength of Lightning)
 FAST = [(8, 1., 1.), (4, 1., 1.), (4, 0.8, 1.), (4, 1.25, 1.), (4, 1.5, 1.), (4, 1., 0.75),
         (4, 0., 1.)]
-
-
-def settings(
-    root:Path, # of the run
-    data:Path, # training pairs
-    held_out:Path,
-    seed:int,
-) -> dict:
-    "A short run on the tiny model."
-    return dict(
-        preset="tiny", data=dict(dataset_path=str(data), image_size=[SIDE, SIDE], batch_size=4),
-        train=dict(output_dir=str(root), max_train_steps=STEPS, save_interval=0,
-                   val_path=str(held_out), eval_interval=0, eval_steps=None, eval_images=0,
-                   eval_at_start=False, seed=seed),
-        optimizer=dict(lr=5e-3, weight_decay=0.), cache=dict(cache_dir=str(root/"cache")),
-        lr_scheduler=dict(scheduler_type="cosine", warmup_steps=5),
-        logging=dict(report_to="none", log_dir=str(root/"runs"), panel=False))
 
 
 # --- the measure of grid lines
@@ -224,7 +209,7 @@ def run(
     from qie_nb.trainer import QwenImageEditTrainer
     data = make_pairs(root/"data", EDIT, PAIRS, seed=seed)
     held_out = make_pairs(root/"held_out", EDIT, HELD_OUT, seed=100 + seed, split="held_out")
-    trainer = QwenImageEditTrainer(settings(root/"run", data, held_out, seed))
+    trainer = QwenImageEditTrainer(settings(root/"run", data, held_out, seed, STEPS))
     trainer.cache_embeddings()
     trainer.fit()
     file = trainer.save_lora(root/"lora.safetensors")

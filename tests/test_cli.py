@@ -174,7 +174,10 @@ def test_the_exit_code_of_a_run_says_how_it_ended(stop, suspect, code, tmp_path,
     t = SimpleNamespace(
         state=SimpleNamespace(stop=stop, suspect=suspect), accelerator=None, save_lora=saved.append,
         config=SimpleNamespace(train=SimpleNamespace(output_dir=str(tmp_path))))
-    t.fit = lambda: t
+
+    def fit():
+        return t
+    t.fit = fit
     monkeypatch.setattr(cli, "_trainer", lambda a: t)
     assert main(["train", "preset=tiny"]) == code and saved == [tmp_path/"lora"]
 

@@ -106,9 +106,13 @@ def test_precompute_has_all_that_training_reads_and_one_pass_is_taken(tmp_path):
     assert report.samples == 16 and not report.skipped
     bare = tmp_path/"bare"
     shutil.copytree(model, bare, ignore=shutil.ignore_patterns("vae", "text_encoder"))
-    trainer = trainer_of(root, tmp_path, 0.25, bare, data=dict(batch_size=1), train=dict(max_train_steps=None, num_epochs=1))
+    once = dict(max_train_steps=None, num_epochs=1)
+    trainer = trainer_of(root, tmp_path, 0.25, bare, data=dict(batch_size=1), train=once)
     rows = []
-    trainer._transformer().register_forward_hook(lambda m, given, kw, out: rows.append(len(kw["hidden_states"])), with_kwargs=True)
+
+    def count(module, given, named, out):
+        rows.append(len(named["hidden_states"]))
+    trainer._transformer().register_forward_hook(count, with_kwargs=True)
     trainer.fit()
     assert sum(rows) == 16 == trainer.global_step
 
@@ -133,7 +137,8 @@ def test_cleaning_and_packing_keep_their_entries(tmp_path):
     trainer = trainer_of(root, tmp_path)
     trainer.cache_embeddings()
     trainer.data.open_cache().clear_cache("modulation")
-    file, cache = tmp_path/"run.yaml", str(tmp_path/"cache")
+    file = tmp_path/"run.yaml"
+    cache = str(tmp_path/"cache")
     save_config(trainer.config, file)
     def entries(folder):
         return {(e.kind, e.key) for e in EmbeddingCacheManager(folder).entries()}
@@ -190,7 +195,8 @@ def test_an_edit_with_the_same_instruction_is_refused_first(call, tmp_path):
     "A slider's pairs often say so; the two would teach the opposite."
     root = write_pairs(tmp_path/"set", SIZES[:4], caption=["dusk", "Keep it as it is.", "dusk", KEEP])
     trainer = trainer_of(root, tmp_path)
-    with pytest.raises(ValueError, match=r"2 of your pairs change with it: '0001', '0003'; .* or set `data.identity_share` to 0"):
+    why = r"2 of your pairs change with it: '0001', '0003'; .* or set `data.identity_share` to 0"
+    with pytest.raises(ValueError, match=why):
         getattr(trainer, call)()
     assert not trainer.components.loaded
     assert len(trainer_of(root, tmp_path, 0.).make_loader().dataset) == 4

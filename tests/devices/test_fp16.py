@@ -9,7 +9,8 @@ from fp16 import with_outliers # benchmarks/fp16.py
 from qie_nb.devices import fp16
 from qie_nb.devices.strategies.block_swap import enable_block_swap
 from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
-from qie_nb.devices.fp16 import LIMIT, MOST, PLACES, AttnScale, Fp16Stats, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms
+from qie_nb.devices.fp16 import (
+    LIMIT, MOST, PLACES, AttnScale, Fp16Stats, enable_fp16, fp16_weight, power_of_two, scale_to_fp16, weight_norms)
 from qie_nb.lora.adapters import load_lora, lora_parameters, save_lora
 from qie_nb.lora.adapters import merge_lora, unmerge_lora
 from qie_nb.models.quantizations.known import quantize

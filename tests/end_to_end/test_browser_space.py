@@ -1,5 +1,6 @@
-"""The app of a Space, started as a Space starts it, in Chromium. `make space` runs this file in an environment with gradio (browser/space.txt).
+"""The app of a Space, started as a Space starts it, in Chromium.
 
+`make space` runs this file in an environment with gradio (browser/space.txt).
 QIE_NB_SCREENS names a folder that keeps the screens."""
 import os, re, subprocess, sys, time, urllib.request
 from pathlib import Path
@@ -13,8 +14,9 @@ from qie_nb.extras.space import GRADIO, write_space
 from qie_nb.tiny.photos import EDITS, make_pairs, squares
 from qie_nb.trainer import QwenImageEditTrainer
 
+ELSEWHERE = os.environ.get("QIE_NB_BROWSER") != "space"
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.weekly,
-              pytest.mark.skipif(os.environ.get("QIE_NB_BROWSER") != "space", reason="needs gradio and Playwright; use `make space`")]
+              pytest.mark.skipif(ELSEWHERE, reason="needs gradio and Playwright; use `make space`")]
 TITLE = "Dusk <img src=x onerror='window.pwned=1'> \"\"\"' \\ ![x](http://evil/p.png)\n---\n"
 INSTRUCTION = EDITS["duotone"].instruction
 
@@ -31,21 +33,32 @@ def trainer(tmp_path_factory):
     return trainer
 
 
+def answers(url):
+    "Is there a server?"
+    try:
+        urllib.request.urlopen(url, timeout=60).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def address(trainer, tmp_path_factory):
     "Where the app runs, in a process of its own."
     lora = trainer.save_lora(tmp_path_factory.mktemp("saved")/"lora", title=TITLE).parent
     space = write_space(lora, base_model=str(trainer.components.folder))
-    port, log = free_port(), (space/"log.txt").open("w")
-    env = os.environ | dict(GRADIO_SERVER_PORT=str(port), GRADIO_ANALYTICS_ENABLED="False", HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=str(space/"temp"))
+    port = free_port()
+    log = (space/"log.txt").open("w")
+    env = os.environ | dict(GRADIO_SERVER_PORT=str(port), GRADIO_ANALYTICS_ENABLED="False", HF_HUB_OFFLINE="1",
+                            GRADIO_TEMP_DIR=str(space/"temp"))
     del env["PYTHONPATH"] # a Space does not have this library
     app = subprocess.Popen([sys.executable, "app.py"], cwd=space, env=env, stdout=log, stderr=log)
-    url, end = f"http://127.0.0.1:{port}/", time.time() + PATIENCE
-    while True:
-        try: urllib.request.urlopen(url, timeout=60).close(); break
-        except OSError:
-            if app.poll() is not None or time.time() > end: pytest.fail(f"the app did not start:\n{(space/'log.txt').read_text()[-3000:]}")
-            time.sleep(0.2)
+    url = f"http://127.0.0.1:{port}/"
+    end = time.time() + PATIENCE
+    while not answers(url):
+        if app.poll() is not None or time.time() > end:
+            pytest.fail(f"the app did not start:\n{(space/'log.txt').read_text()[-3000:]}")
+        time.sleep(0.2)
     yield url
     app.terminate()
     app.wait(60)
@@ -68,9 +81,14 @@ def page(browser, address, tmp_path, request):
     page.goto(address)
     page.get_by_role("button", name="Edit", exact=True).wait_for()
     folder = Path(os.environ.get("QIE_NB_SCREENS") or tmp_path)
-    page.keep = lambda what: page.screenshot(path=folder/f"{what}.png", full_page=True)
+
+    def keep(what):
+        page.screenshot(path=folder/f"{what}.png", full_page=True)
+    page.keep = keep
     yield page
-    if getattr(request.node, "failed", False): print("screen:", page.keep("failed") and folder/"failed.png")
+    if getattr(request.node, "failed", False):
+        keep("failed")
+        print("screen:", folder/"failed.png")
     page.close()
 
 
@@ -103,7 +121,8 @@ def test_an_image_is_edited_as_predict_does(page, trainer, tmp_path):
     result = page.locator("img[src*='/file=']:not([src*='photo.png'])")
     result.wait_for()
     page.keep("edited")
-    with urllib.request.urlopen(result.get_attribute("src")) as answer: (tmp_path/"after.png").write_bytes(answer.read())
+    with urllib.request.urlopen(result.get_attribute("src")) as answer:
+        (tmp_path/"after.png").write_bytes(answer.read())
     theirs = np.asarray(Image.open(tmp_path/"after.png").convert("RGB")).astype(int)
     ours = trainer.predict(photo, INSTRUCTION, " ", progress=False)
     assert theirs.shape == ours.shape == (96, 96, 3)

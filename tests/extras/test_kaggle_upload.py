@@ -1,5 +1,5 @@
 """A prequantized copy on Kaggle: what is sent, what is refused before anything is, what failures say."""
-import ast, inspect, json, os, shutil, subprocess, sys, zipfile
+import ast, inspect, json, os, re, shutil, subprocess, sys, zipfile
 from types import ModuleType
 
 import pytest
@@ -20,9 +20,14 @@ VERSION = "1.0.3" # of kagglehub, whose signatures the stand-in has
 def original(tmp_path_factory):
     "A prequantized copy of a tiny model in a folder with a private name."
     model = shutil.copytree(tiny_folder("2511"), tmp_path_factory.mktemp("home")/"jane-secret-model")
-    (model/"vae"/"config.json").write_text(json.dumps(json.loads((model/"vae"/"config.json").read_text()) | dict(_name_or_path=str(model/"vae"))))
+    config = model/"vae"/"config.json"
+    values = json.loads(config.read_text()) | dict(_name_or_path=str(model/"vae"))
+    config.write_text(json.dumps(values))
     parts = EditModel(str(model), quantize=dict(transformer="nf4", text_encoder="nf4"))
-    return save_prequantized(parts, tmp_path_factory.mktemp("made")/"copy", lambda dtype: {(0.,): "timestep 0", training_times(dtype): "training"})
+
+    def sets(dtype):
+        return {(0.,): "timestep 0", training_times(dtype): "training"}
+    return save_prequantized(parts, tmp_path_factory.mktemp("made")/"copy", sets)
 
 
 @pytest.fixture
@@ -34,9 +39,15 @@ class Kaggle(ModuleType):
     "Stands for the package kagglehub: keeps what it would send, as Kaggle mounts it."
     def __init__(self, mounted):
         super().__init__("kagglehub")
-        self.mounted, self.notes, self.error, self.unknown = mounted, [], None, None
+        self.mounted = mounted
+        self.notes = []
+        self.error = None
+        self.unknown = None
 
-    def dataset_upload(self, handle: str, local_dataset_dir: str, version_notes: str = "", ignore_patterns: list[str] | str | None = None) -> None:
+    def dataset_upload(
+        self, handle: str, local_dataset_dir: str, version_notes: str = "",
+        ignore_patterns: list[str] | str | None = None,
+    ) -> None:
         self.notes.append(version_notes)
         self.folder = local_dataset_dir
         if self.error: raise self.error
@@ -77,16 +88,21 @@ def test_a_copy_is_sent_found_and_the_same_model(copy, original, kaggle, capsys,
 
 def test_only_the_copys_own_files_are_sent(copy, kaggle, capsys, monkeypatch):
     (copy/".git").mkdir()
-    strange = [".git/config", ".cache", "kaggle.json", "notes.md", "transformer/.token", "vae/photo.png", "vae/diffusion_pytorch_model.fp16.safetensors", "transformer/modulation/.lock"]
+    strange = [".git/config", ".cache", "kaggle.json", "notes.md", "transformer/.token", "vae/photo.png",
+               "vae/diffusion_pytorch_model.fp16.safetensors", "transformer/modulation/.lock"]
     for name in strange: (copy/name).write_text("private")
     (copy/"link").symlink_to(copy.parent)
     upload_copy(copy, HANDLE)
-    assert not [name for name in kaggle.sent() if any(s in name for s in ("private", "secret", ".token", "link")) or name.removeprefix("tiny-2511-nf4/") in strange]
+    for name in kaggle.sent():
+        assert not re.search(r"private|secret|\.token|link", name), name
+        assert name.removeprefix("tiny-2511-nf4/") not in strange, name
     assert "'.cache' and 7 more" in capsys.readouterr().out
-    assert b"secret" not in b"".join(p.read_bytes() for p in kaggle.mounted.rglob("*") if p.is_file()), "no path of the model's folder"
+    for file in kaggle.mounted.rglob("*"):
+        assert not file.is_file() or b"secret" not in file.read_bytes(), "a path of the model's folder"
     about = json.loads((kaggle.mounted/"tiny-2511-nf4"/"prequantized.json").read_text())
     assert about["model"] == "Qwen-Image-Edit-2511" and about["components"]["vae"] is None
-    assert "secret" in (copy/"prequantized.json").read_text() and "secret" in (copy/"vae"/"config.json").read_text(), "the folder itself is not changed"
+    for file in (copy/"prequantized.json", copy/"vae"/"config.json"):
+        assert "secret" in file.read_text(), "the folder itself is not changed"
 
 
 def test_files_without_a_path_are_not_written_again(copy):
@@ -116,12 +132,15 @@ BROKEN = { # {what was done to a copy: (how, the message)}
     "vae": (lambda c: cut(first(c, "vae/*.safetensors")), "not complete: .*cannot be read"),
     "no vae": (lambda c: shutil.rmtree(c/"vae"), "lacks vae/"),
     "no weights": (lambda c: first(c, "vae/*.safetensors").unlink(), "no safetensors weights in vae/"),
-    "table": (lambda c: first(c, "transformer/modulation/*.safetensors").unlink(), "not complete: .*cache-00001-00001.safetensors beside it is missing; make it again"),
+    "table": (lambda c: first(c, "transformer/modulation/*.safetensors").unlink(),
+              "not complete: .*cache-00001-00001.safetensors beside it is missing; make it again"),
     "cut table": (lambda c: cut(first(c, "transformer/modulation/*.safetensors")), "not complete: "),
     "index": (lambda c: first(c, "transformer/modulation/*.sqlite").unlink(), "not complete: .*cache-index"),
     "no index": (lambda c: first(c, "transformer/modulation/*.json").unlink(), "not complete: "),
-    "not quantized": (lambda c: (c/"transformer"/"origin.json").unlink(), "transformer is not quantized, but prequantized.json says nf4"),
-    "other": (lambda c: edited(c, components=dict(transformer="qint8")), "not complete: transformer is nf4, but prequantized.json says qint8"),
+    "not quantized": (lambda c: (c/"transformer"/"origin.json").unlink(),
+                      "transformer is not quantized, but prequantized.json says nf4"),
+    "other": (lambda c: edited(c, components=dict(transformer="qint8")),
+              "not complete: transformer is nf4, but prequantized.json says qint8"),
 }
 
 
@@ -134,13 +153,17 @@ def test_a_broken_copy_is_refused_before_kaggle_is_asked(case, copy, kaggle, mon
     assert not kaggle.notes and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("folder, message", [("", "`folder` is empty"), ("https://kaggle.com/x", "give the folder"), (tiny_folder("2511"), "save_prequantized"), ("/nowhere", "save_prequantized"), (3, "must be a path")])
+@pytest.mark.parametrize("folder, message", [
+    ("", "`folder` is empty"), ("https://kaggle.com/x", "give the folder"), (tiny_folder("2511"), "save_prequantized"),
+    ("/nowhere", "save_prequantized"), (3, "must be a path")])
 def test_other_folders_are_refused(folder, message, kaggle):
     with pytest.raises(ValueError, match=message): upload_copy(folder, HANDLE)
     assert not kaggle.notes
 
 
-@pytest.mark.parametrize("handle", ["", "jane", "jane/a/b", "jane/short", "jane/" + 51 * "a", "jane/with blank", "jane/copy-nf4/versions/2", "../copy-nf4", "jane/copy-nf4\n", None])
+@pytest.mark.parametrize("handle", [
+    "", "jane", "jane/a/b", "jane/short", "jane/" + 51 * "a", "jane/with blank", "jane/copy-nf4/versions/2",
+    "../copy-nf4", "jane/copy-nf4\n", None])
 def test_a_handle_is_owner_and_name(handle, copy, kaggle):
     with pytest.raises(ValueError, match="`handle` must be owner/name"): upload_copy(copy, handle)
     assert not kaggle.notes and check_handle(HANDLE) == HANDLE
@@ -148,7 +171,8 @@ def test_a_handle_is_owner_and_name(handle, copy, kaggle):
 
 def test_a_copy_above_kaggles_limit_is_refused(copy, kaggle, monkeypatch):
     monkeypatch.setattr(kaggle_upload, "MOST_BYTES", 10**6)
-    with pytest.raises(ValueError, match=r"the copy has 12\.\d+ MB, but a data set on Kaggle at most 1.00 MB; make one with `model.quantize`"): upload_copy(copy, HANDLE)
+    why = r"the copy has 12\.\d+ MB, but a data set on Kaggle at most 1.00 MB; make one with `model.quantize`"
+    with pytest.raises(ValueError, match=why): upload_copy(copy, HANDLE)
     assert not kaggle.notes
 
 
@@ -209,14 +233,17 @@ def signatures(source, names):
 @pytest.mark.weekly
 def test_the_stand_in_has_kagglehubs_signatures(tmp_path):
     "Reads the published package without installing it."
-    got = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, f"kagglehub=={VERSION}"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, f"kagglehub=={VERSION}"]
+    got = subprocess.run(command, capture_output=True, text=True)
     if got.returncode: pytest.skip(f"needs a package index: {got.stderr.strip().splitlines()[-1:]}")
     names = {"dataset_upload", "whoami"}
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         theirs = {}
-        for module in ("datasets", "auth"): theirs |= signatures(wheel.read(f"kagglehub/{module}.py").decode(), names)
+        for module in ("datasets", "auth"):
+            theirs |= signatures(wheel.read(f"kagglehub/{module}.py").decode(), names)
         uploads = wheel.read("kagglehub/gcs_upload.py").decode()
-        assert "r.is_private = True" in wheel.read("kagglehub/datasets_helpers.py").decode(), "a new data set is private"
+        helpers = wheel.read("kagglehub/datasets_helpers.py").decode()
+        assert "r.is_private = True" in helpers, "a new data set is private"
     ours = signatures(inspect.getsource(sys.modules[__name__]), names)
     assert {name: args.removeprefix("self, ") for name, args in ours.items()} == theirs
     assert f"MAX_FILES_TO_UPLOAD = {MOST_FILES}" in uploads

@@ -1,5 +1,5 @@
-"""A Space for a LoRA: its app makes the images that `predict` makes, and no text from data becomes code, YAML or HTML."""
-import inspect, re, sys
+"""A Space for a LoRA: its app makes the images of `predict`, and no text from data becomes code, YAML or HTML."""
+import importlib, inspect, re, sys
 from unittest import mock
 
 import diffusers
@@ -15,8 +15,11 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import close_images, random_lora, settings, slow
 
-HOSTILE = "it's \"\"\"\n---\nlicense: evil\n''' \\ \\N {x} %s <img src=x onerror='window.pwned=1'> ![x](http://evil/p.png) $x$ \ud800 ü\r\n\t# blue"
-FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", title="Dusk", license="apache-2.0", instruction="make it dusk", image_positions="3d")
+HOSTILE = ("it's \"\"\"\n---\nlicense: evil\n''' \\ \\N {x} %s <img src=x onerror='window.pwned=1'> "
+           "![x](http://evil/p.png) $x$ \ud800 ü\r\n\t# blue")
+FACTS = dict(base_model="Qwen/Qwen-Image-Edit-2511", title="Dusk", license="apache-2.0",
+             instruction="make it dusk", image_positions="3d")
+PIPELINES = [f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{name}" for name in ("edit", "edit_plus")]
 
 
 @pytest.fixture
@@ -39,15 +42,14 @@ class Refused(Exception):
 def running(monkeypatch):
     "A function of an app's code: its names after it has run, with a stand-in for gradio, in float32 on the CPU."
     def run(code, file):
-        for name in ("pipeline_qwenimage_edit", "pipeline_qwenimage_edit_plus"): # the app replaces their sizes
-            module = sys.modules[f"diffusers.pipelines.qwenimage.{name}"]
+        for name in PIPELINES: # the app replaces their sizes
+            module = importlib.import_module(name)
             monkeypatch.setattr(module, "calculate_dimensions", module.calculate_dimensions)
         monkeypatch.setitem(sys.modules, "gradio", mock.MagicMock(Error=Refused))
         assert code.count("bfloat16") == 1
         names = dict(__name__="app", __file__=str(file))
         exec(compile(code.replace("bfloat16", "float32"), "app.py", "exec"), names)
         return names
-    import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit, diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus
     return run
 
 
@@ -64,14 +66,20 @@ def test_the_app_makes_the_images_of_predict(variant, made, running):
     inputs = [*images, None, None][:3 if VARIANTS[variant].multi_image else 1]
     seen = mock.Mock()
     theirs = app["edit"](*inputs, "make it dusk", 3, 3.0, 5, progress=seen)
-    ours = trainer.predict(images, "make it dusk", " ", num_inference_steps=3, true_cfg_scale=3.0, seed=5, progress=False)
+    guided = dict(num_inference_steps=3, true_cfg_scale=3.0, progress=False)
+    ours = trainer.predict(images, "make it dusk", " ", seed=5, **guided)
     assert theirs.size == ours.shape[1::-1] and theirs.size != (1024, 1024)
     assert close_images(np.asarray(theirs), ours)
-    assert np.abs(np.asarray(theirs).astype(int) - trainer.predict(images, "make it dusk", " ", num_inference_steps=3, true_cfg_scale=3.0, seed=6, progress=False)).mean() > 1, "another seed is another image"
+    other = trainer.predict(images, "make it dusk", " ", seed=6, **guided)
+    assert np.abs(np.asarray(theirs).astype(int) - other).mean() > 1, "another seed is another image"
     assert [call.args[0] for call in seen.call_args_list][1:] == [(1, 3), (2, 3), (3, 3)]
     # without guidance; a seed that was removed
-    assert close_images(np.asarray(app["edit"](*inputs, "make it dusk", 2, 1, None, progress=seen)), trainer.predict(images, "make it dusk", num_inference_steps=2, true_cfg_scale=1, progress=False))
-    for wrong, message in (([None] * len(inputs) + ["make it dusk"], "There is no image yet"), ([*inputs, "  \n"], "The instruction is empty"), ([*inputs, None], "The instruction is empty")):
+    theirs = app["edit"](*inputs, "make it dusk", 2, 1, None, progress=seen)
+    ours = trainer.predict(images, "make it dusk", num_inference_steps=2, true_cfg_scale=1, progress=False)
+    assert close_images(np.asarray(theirs), ours)
+    refused = [([None] * len(inputs) + ["make it dusk"], "There is no image yet"),
+               ([*inputs, "  \n"], "The instruction is empty"), ([*inputs, None], "The instruction is empty")]
+    for wrong, message in refused:
         with pytest.raises(Refused, match=message): app["edit"](*wrong, 3, 3.0, 5, progress=seen)
         with pytest.raises(Refused, match=message): app["check"](*wrong, 3, 3.0, 5)
 
@@ -92,7 +100,8 @@ def test_text_from_data_is_text(made):
     found = constants(app)
     assert found["TITLE"] == found["INSTRUCTION"] == HOSTILE
     assert not re.search(r"<img|(?<!\\)!\[|(?<!\\)\$|\n---", found["ABOUT"]) and found["ABOUT"].count("\n") == 2
-    assert app.count("evil") == space_app(facts(made, title="a", instruction="b")).count("evil") + HOSTILE.count("evil") * 4, "in four literals and nowhere else"
+    plain = space_app(facts(made, title="a", instruction="b"))
+    assert app.count("evil") == plain.count("evil") + 4 * HOSTILE.count("evil"), "in four literals and nowhere else"
 
 
 def test_a_hostile_title_in_a_lora_file(made, running):
@@ -106,11 +115,13 @@ def test_a_hostile_title_in_a_lora_file(made, running):
 
 
 def test_the_header_is_yaml(made):
-    text = space_readme(facts(made, title=" ".join(HOSTILE.replace("\ud800", "").split()), license="x\nsdk: static\n---\n"))
+    title = " ".join(HOSTILE.replace("\ud800", "").split())
+    text = space_readme(facts(made, title=title, license="x\nsdk: static\n---\n"))
     header = yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.S)[1])
     assert header["title"].startswith("it's") and header["license"] == "x\nsdk: static\n---\n"
-    assert {k: header[k] for k in ("sdk", "app_file", "base_model", "models", "suggested_hardware", "python_version")} == dict(
-        sdk="gradio", app_file="app.py", base_model=FACTS["base_model"], models=[FACTS["base_model"]], suggested_hardware="zero-a10g", python_version="3.12")
+    expected = dict(sdk="gradio", app_file="app.py", base_model=FACTS["base_model"], models=[FACTS["base_model"]],
+                    suggested_hardware="zero-a10g", python_version="3.12")
+    assert {key: header[key] for key in expected} == expected
     assert re.fullmatch(r"\d+\.\d+\.\d+", header["sdk_version"])
     body = text.split("---\n")[-1]
     assert "<img" not in body and "](http" not in body
@@ -119,7 +130,8 @@ def test_the_header_is_yaml(made):
 def test_base_model_and_licence_are_the_cards(made, tmp_path, capsys):
     _, lora = made()
     local = space_facts(lora)
-    assert local["base_model"] == "Qwen/Qwen-Image-Edit-2511" and local["license"] is None, "the card of a model folder has neither"
+    assert local["base_model"] == "Qwen/Qwen-Image-Edit-2511"
+    assert local["license"] is None, "the card of a model folder has neither"
     card = (lora/"README.md").read_text()
     (lora/"README.md").write_text(card.replace("---\n", "---\nbase_model: me/mine\nlicense: mit\n", 1))
     assert {k: space_facts(lora)[k] for k in ("base_model", "license")} == dict(base_model="me/mine", license="mit")
@@ -158,7 +170,9 @@ def test_each_variant_has_its_pipeline_and_images(variant, made):
 
 def test_trigger_and_instructions_are_proposed(pairs, tmp_path):
     from qie_nb.extras.space import first_instruction
-    assert [first_instruction(info) for info in ({}, dict(trigger="duo", captions={"a": 1}), dict(captions={"a": 3, "b": 1}))] == ["", "duo", "a"]
+    assert first_instruction({}) == ""
+    assert first_instruction(dict(trigger="duo", captions={"a": 1})) == "duo"
+    assert first_instruction(dict(captions={"a": 3, "b": 1})) == "a"
 
 
 def test_files_of_others_are_kept(made):
@@ -168,7 +182,8 @@ def test_files_of_others_are_kept(made):
     for name in ("app.py", "README.md"):
         was = (space/name).read_text()
         (space/name).write_text("mine")
-        with pytest.raises(ValueError, match=f"{name}' was not written by write_space, so it is kept"): write_space(lora)
+        with pytest.raises(ValueError, match=f"{name}' was not written by write_space, so it is kept"):
+            write_space(lora)
         assert (space/name).read_text() == "mine"
         (space/name).write_text(was)
     card = (lora/"README.md").read_text()
@@ -199,10 +214,12 @@ def test_a_note_of_wrong_types_is_not_used(made):
     from qie_nb.lora.formats import read_lora
     _, lora = made()
     was = read_lora(lora)
-    wrong = dict(variant="2511", title=["x"], trigger={"a": 1}, captions=3, base=["/etc"], control_area="__import__('os').abort()", vl_area=True, image_positions=[], schedule="none")
+    wrong = dict(variant="2511", title=["x"], trigger={"a": 1}, captions=3, base=["/etc"],
+                 control_area="__import__('os').abort()", vl_area=True, image_positions=[], schedule="none")
     write_lora(lora/WEIGHT_NAME, was.state, was.config, wrong)
     app = constants(space_app(space_facts(lora)))
-    assert (app["AREAS"], app["INSTRUCTION"], app["STEPS"]) == ({1024**2: 1024**2, 384**2: 384**2}, "", 20) and app["TITLE"] == "LoRA for Qwen-Image-Edit-2511"
+    assert (app["INSTRUCTION"], app["STEPS"], app["TITLE"]) == ("", 20, "LoRA for Qwen-Image-Edit-2511")
+    assert app["AREAS"] == {1024**2: 1024**2, 384**2: 384**2}
     write_lora(lora/WEIGHT_NAME, was.state, was.config, wrong | dict(schedule=dict(steps="many")))
     with pytest.raises(ValueError, match="`schedule` of LoRA"): space_facts(lora)
     for variant in ("other", ["2511"]):
@@ -212,6 +229,8 @@ def test_a_note_of_wrong_types_is_not_used(made):
 
 def test_requirements_are_the_installed_versions():
     lines = requirements().split()
-    assert {line.split("==")[0] for line in lines} == {"torch", "torchvision", "diffusers", "transformers", "accelerate", "peft"}
+    names = {line.split("==")[0] for line in lines}
+    assert names == {"torch", "torchvision", "diffusers", "transformers", "accelerate", "peft"}
     assert f"diffusers=={diffusers.__version__}" in lines or not re.fullmatch(r"[\d.]+", diffusers.__version__)
-    with mock.patch("qie_nb.extras.space.version", return_value="0.43.0.dev0"): assert "diffusers\n" in requirements(), "what no index has is not pinned"
+    with mock.patch("qie_nb.extras.space.version", return_value="0.43.0.dev0"):
+        assert "diffusers\n" in requirements(), "what no index has is not pinned"

@@ -24,7 +24,7 @@ from qie_nb.planning.doctor import doctor
 from qie_nb.tiny.random_models import save_tiny, tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.resume import checkpoint_misfit
-from test_single_file import NoHub
+from test_single_file import NoHub, home # noqa: F401 (a fixture for all tests here, too)
 
 SETTING = "model.text_encoder_file"
 
@@ -60,14 +60,6 @@ def write(path, form=bf16, weights=None, change=None):
         change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, path)
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory):
-    "Small folders of single files go to a temporary home."
-    with pytest.MonkeyPatch.context() as mp:
-        mp.setenv("QIE_NB_HOME", str(tmp_path_factory.mktemp("home")))
-        yield
 
 
 @pytest.fixture(scope="module")
