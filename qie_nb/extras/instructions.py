@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HOW', 'MOST_TOKENS', 'MOST_ASKED', 'LONGEST', 'PLACEHOLDER', 'JOURNAL', 'question', 'common_question', 'chat',
            'as_instruction', 'Pair', 'pairs_of', 'check_head', 'add_head', 'writing_model', 'answers', 'Written',
-           'is_caption_file', 'read_journal', 'write_one', 'undo_instructions', 'Instructions', 'check_asked',
-           'check_folder', 'seen_at', 'propose_instruction', 'write_instructions']
+           'is_caption_file', 'read_journal', 'write_one', 'still_holds', 'undo_instructions', 'Instructions',
+           'check_asked', 'check_folder', 'seen_at', 'propose_instruction', 'write_instructions']
 
 # %% ../../nbs/extras/05_instructions.ipynb #c841b1b4
 import json, re
@@ -223,6 +223,15 @@ def write_one(
     append_record(folder/JOURNAL, line._asdict())
     write_atomic(pair.file, f"{text}\n".encode())
 
+def still_holds(
+    file:Path,
+    text:str, # as it was written
+) -> bool:
+    "Is a caption file as we wrote it? We never write links."
+    if file.is_symlink() or not file.is_file():
+        return False
+    return file.read_text(encoding="utf-8", errors="replace").strip() == text
+
 def undo_instructions(
     folder:str|Path, # of the data set
 ) -> int: # files that are as before
@@ -231,7 +240,7 @@ def undo_instructions(
     undone = 0
     for line in reversed(read_journal(folder)):
         file = folder/line.file
-        if file.is_symlink() or not file.is_file() or file.read_text(encoding="utf-8", errors="replace").strip() != line.text:
+        if not still_holds(file, line.text):
             continue
         if line.was is None:
             file.unlink()
