@@ -112,10 +112,10 @@ def is_alive(
     while waited < patience:
         time.sleep(min(1., patience))
         waited += min(1., patience) # not by the clock: it may jump
-        now = read_owner(folder)
-        if now is None:
+        if not (Path(folder)/OWNER_FILE).exists():
             return False
-        if (now.token, now.beats) != (owner.token, owner.beats):
+        now = read_owner(folder) # None in the middle of a write
+        if now is not None and (now.token, now.beats) != (owner.token, owner.beats):
             return True
     return False
 

@@ -101,12 +101,15 @@ def test_a_second_shell_is_refused_and_goes_on_when_the_first_was_killed(config,
     assert f"has ended without a word (process {first.pid}" in capsys.readouterr().out
 
 
-def test_another_machine_is_heard_by_its_heartbeat_alone(tmp_path, impatient, capsys):
+def test_another_machine_is_heard_by_its_heartbeat_alone(tmp_path, impatient, monkeypatch, capsys):
     path, stop = held_by(tmp_path, ELSEWHERE), threading.Event()
     def beat():
         for n in range(4, 1000):
-            if stop.wait(0.05): return
-            path.write_text(read_owner(tmp_path)._replace(beats=n).text())
+            if stop.wait(0.05):
+                return
+            with open(path, "r+") as f: # as `FolderOwner.beat` does: the file is never empty
+                f.write(ELSEWHERE._replace(inode=path.stat().st_ino, beats=n).text())
+    monkeypatch.setattr(folder_owner, "STANDSTILL", 60.) # a busy machine may beat late
     other = threading.Thread(target=beat)
     other.start()
     try:
@@ -115,10 +118,22 @@ def test_another_machine_is_heard_by_its_heartbeat_alone(tmp_path, impatient, ca
         stop.set()
         other.join()
     assert "waiting up to" in capsys.readouterr().out
+    monkeypatch.setattr(folder_owner, "STANDSTILL", 0.6)
     mine = own_folder(tmp_path, "train.output_dir") # it stands still now
     assert read_owner(tmp_path).pid == os.getpid()
     mine.release()
     assert "going on" in capsys.readouterr().out
+
+
+def test_a_file_in_the_middle_of_a_write_is_no_sign_of_death(tmp_path, monkeypatch):
+    path, slept = held_by(tmp_path, ELSEWHERE), []
+    owner = read_owner(tmp_path)
+    def sleep(seconds):
+        slept.append(seconds)
+        path.write_text("" if len(slept) < 3 else owner._replace(beats=owner.beats + 1).text())
+    monkeypatch.setattr(folder_owner.time, "sleep", sleep)
+    assert folder_owner.is_alive(tmp_path, owner)
+    assert len(slept) == 3
 
 
 def test_no_clock_is_compared(tmp_path, impatient, monkeypatch):
