@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean space breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
+.PHONY: demo lint types refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean space breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
 
 install: $(VENV)/.ready
 
@@ -29,6 +29,9 @@ RUN := $(ONE) WORKERS=$(WORKERS) $(BIN)/python tools/run_tests.py
 
 lint: $(VENV)/.ready ## is everything that is made from other files in step, do pages and code keep the rules? Under a minute
 	$(RUN) lint
+
+types: $(VENV)/.ready ## do the types of the exported library agree? mypy, two minutes on the first run
+	$(BIN)/python -m mypy --config-file tests/mypy.ini
 
 refresh: $(VENV)/.ready ## write every file that is made from others: run it before a commit
 	$(ONE) $(BIN)/python tools/refresh.py $(ARGS)

@@ -49,7 +49,7 @@ class QwenImageEditTrainer(RunAttributes):
     `setup_accelerator`. `lr_scheduler` is the learning-rate schedule, None before `configure_optimizers`.
     """
     def __init__(self,
-        config:Config|dict=None, # `Config`, nested dict, or None for the defaults
+        config:Config|dict|None=None, # `Config`, nested dict, or None for the defaults
         callbacks:Iterable=(), # `Callback`s
     ):
         c = self.config = make_config(config)
@@ -100,8 +100,8 @@ class QwenImageEditTrainer(RunAttributes):
     # --- precompute, train, save
 
     def cache_embeddings(self,
-        train_dataloader:Iterable=None, # over an `ImageDataset`; default the configuration's data
-        start_idx:int=0, end_idx:int=None, # samples, the last excluded
+        train_dataloader:Iterable|None=None, # over an `ImageDataset`; default the configuration's data
+        start_idx:int=0, end_idx:int|None=None, # samples, the last excluded
         cluster:object=None, # `RayCluster` whose machines encode; default: this machine
     ): # `Report`
         "Precompute latents, prompt embeddings and the modulation table into the cache."
@@ -114,13 +114,13 @@ class QwenImageEditTrainer(RunAttributes):
 
     def cache_step(self,
         batch:dict, # of a loader over an `ImageDataset`
-        vae_device:str|torch.device=None, text_device:str|torch.device=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
     ) -> list: # the samples' tensors by name, on the CPU
         "Encode one batch into the cache and return its tensors."
         return self.data.cache_step(batch, vae_device, text_device)
 
     def fit(self,
-        train_dataloader:Iterable=None, # loader or other iterable of batches; default: configured data
+        train_dataloader:Iterable|None=None, # loader or other iterable of batches; default: configured data
     ) -> "QwenImageEditTrainer":
         "Train to the planned length; a second call continues a stopped run."
         self.planner.check_device()
@@ -236,14 +236,14 @@ class QwenImageEditTrainer(RunAttributes):
     def save_prequantized(self,
         folder:str|Path, # new, or that of an interrupted call
         encoders:bool=True, # and tokenizer and processor?
-        table_dtype:torch.dtype=None, # of the modulation table; default the checkpoint's
+        table_dtype:torch.dtype|None=None, # of the modulation table; default the checkpoint's
         part_bytes:int=10**9, # of a file, at most
     ) -> Path: # `folder`
         "Write a prequantized copy, with a table if the modulation layers are not trained."
         return self.run_table.save_prequantized(folder, encoders, table_dtype, part_bytes)
 
     def cache_modulation(self,
-        cache:EmbeddingCacheManager=None, dataset:ImageDataset=None, # default the configuration's
+        cache:EmbeddingCacheManager|None=None, dataset:ImageDataset|None=None, # default the configuration's
     ): # `ModulationTable`; None if it is not used or cannot be computed here
         "Compute the rows for training and `model.modulation_table_steps` into the cache."
         return self.run_table.cache_table(cache, dataset)
@@ -254,7 +254,7 @@ class QwenImageEditTrainer(RunAttributes):
 
     # --- the step
 
-    def setup_run(self, train_dataloader:Iterable=None) -> BatchStream:
+    def setup_run(self, train_dataloader:Iterable|None=None) -> BatchStream:
         "Prepare or continue a run: all that `fit` does before its first step."
         return prepare_run(self, train_dataloader)
 
@@ -330,13 +330,13 @@ class QwenImageEditTrainer(RunAttributes):
 
     # --- the data
 
-    def make_loader(self, train_dataloader:Iterable=None): # DataLoader, or the given iterable
+    def make_loader(self, train_dataloader:Iterable|None=None): # DataLoader, or the given iterable
         "The loader to train on, without the held-out pairs."
         return self.data.make_loader(train_dataloader)
 
     def encoder(self,
-        cache:EmbeddingCacheManager=None,
-        vae_device:str|torch.device=None, text_device:str|torch.device=None, # default: the configured ones
+        cache:EmbeddingCacheManager|None=None,
+        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
         exact:bool=False, # the pipelines' bits?
     ) -> Encoder:
         "An encoder of images and prompts, as the configuration says."
@@ -354,7 +354,7 @@ class QwenImageEditTrainer(RunAttributes):
 
     def encode_image_embedding(self,
         image:object, # path, PIL image, or uint8 array [H, W, 3]
-        device:str|torch.device=None,
+        device:str|torch.device|None=None,
     ) -> torch.Tensor: # [1, C, 1, h, w]
         "Latent of a control image."
         return self.data.encode_image_embedding(image, device)
@@ -362,7 +362,7 @@ class QwenImageEditTrainer(RunAttributes):
     def encode_prompt_image_embedding(self,
         prompt:str,
         image:object, # one control image (path, PIL image, uint8 array), or a list
-        device:str|torch.device=None,
+        device:str|torch.device|None=None,
     ) -> tuple: # ([1, L, D], [1, L] bool)
         "Embedding and mask of a prompt with its control images."
         return self.data.encode_prompt_image_embedding(prompt, image, device)
@@ -395,7 +395,7 @@ class QwenImageEditTrainer(RunAttributes):
 
     def set_adapters(self,
         names:str|list, # one or a list; [] for the base alone
-        weights:float|list=None, # factor on each one's own scale, or one for all; default 1
+        weights:float|list|None=None, # factor on each one's own scale, or one for all; default 1
     ) -> "QwenImageEditTrainer":
         "Use these adapters and no others."
         self.adapters.use(names, weights)
@@ -425,18 +425,18 @@ class QwenImageEditTrainer(RunAttributes):
     def save_lora(self,
         path:str|Path, # folder, or .safetensors file
         format:str="diffusers", # or comfyui
-        schedule:str|dict=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
+        schedule:str|dict|None=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
         card:bool=True, # write README.md into a folder?
         workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
-        title:str=None, thumbnail:object=None, # for LoRA managers; image or path
+        title:str|None=None, thumbnail:object=None, # for LoRA managers; image or path
     ) -> Path: # None in processes that do not write it
         "Write the adapter, or its running mean. All processes must call this."
         return self.adapters.save(path, format, schedule, card, workflow, title, thumbnail)
 
     def publish(self,
         folder:str|Path, # for the LoRA, README.md and samples/
-        images:list=None, # paths, or (path, caption); default the last evaluation's
-        repo_id:str=None, private:bool=True, # on the hub
+        images:list|None=None, # paths, or (path, caption); default the last evaluation's
+        repo_id:str|None=None, private:bool=True, # on the hub
     ) -> str: # the folder, or the address on the hub
         "Write LoRA and model card and, if a repository is named, push them to the hub."
         return self.adapters.publish(folder, images, repo_id, private)
@@ -449,11 +449,11 @@ class QwenImageEditTrainer(RunAttributes):
         "Context in which the adapter holds its running mean."
         return self.adapters.ema_weights()
 
-    def geometry(self, data:DataSection=None) -> Geometry:
+    def geometry(self, data:DataSection|None=None) -> Geometry:
         "Image sizes: from `data` or the configuration, else the adapter's, else the model's."
         return self.adapters.geometry(data)
 
-    def sampling(self, schedule:str|dict=None, steps:int=None, true_cfg_scale:float=None): # `Sampling`
+    def sampling(self, schedule:str|dict|None=None, steps:int|None=None, true_cfg_scale:float|None=None): # `Sampling`
         "`predict`'s arguments, filled in for the adapters in use."
         return self.adapters.sampling(schedule, steps, true_cfg_scale)
 
@@ -469,18 +469,18 @@ class QwenImageEditTrainer(RunAttributes):
         # all or each; None: text-to-image, as QwenImagePipeline
         prompt:str|list, # the instruction, or a list of them: several edits that share their encoding
         negative_prompt:str|list="", # "" is encoded as " "; may be a list, as `seed` and `generator`
-        num_inference_steps:int=None, # default 20, or the schedule's
-        true_cfg_scale:float=None, # 1: no guidance, half the work; default 4, or the schedule's
-        height:int=None, width:int=None, # pixels; default from the first image's aspect
-        seed:int|list=0, generator:torch.Generator|list=None, # of the noise; a torch.Generator replaces the seed
-        on_step:Callable=None, # called with (step, steps, latents)
+        num_inference_steps:int|None=None, # default 20, or the schedule's
+        true_cfg_scale:float|None=None, # 1: no guidance, half the work; default 4, or the schedule's
+        height:int|None=None, width:int|None=None, # pixels; default from the first image's aspect
+        seed:int|list=0, generator:torch.Generator|list|None=None, # of the noise; a torch.Generator replaces the seed
+        on_step:Callable|None=None, # called with (step, steps, latents)
         output_type:str="np", # or pil
-        preview:bool|int|Callable=None, # show the image: True, a number of steps, or a function of
+        preview:bool|int|Callable|None=None, # show the image: True, a number of steps, or a function of
         # (step, steps, uint8 image)
         preview_every:int=4, # steps between previews
         progress:bool=True, # show a bar (interactive) or lines (batch runs)?
-        scheduler_overrides:dict=None, # changes of its config; they win over the schedule's
-        schedule:str|dict=None, # none, lightning, or a dict; default `predict.schedule`
+        scheduler_overrides:dict|None=None, # changes of its config; they win over the schedule's
+        schedule:str|dict|None=None, # none, lightning, or a dict; default `predict.schedule`
     ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
         "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
         return self.predictor.predict(prompt_image, prompt, negative_prompt, num_inference_steps,
@@ -490,9 +490,9 @@ class QwenImageEditTrainer(RunAttributes):
     def predict_cached(self,
         i:int|list, # sample's number, or a list of them
         data:object=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-        num_inference_steps:int=None, true_cfg_scale:float=None, seed:int|list=0, on_step:Callable=None,
-        output_type:str="np", preview:bool|int|Callable=None, preview_every:int=4, progress:bool=True,
-        scheduler_overrides:dict=None, schedule:str|dict=None,
+        num_inference_steps:int|None=None, true_cfg_scale:float|None=None, seed:int|list=0, on_step:Callable|None=None,
+        output_type:str="np", preview:bool|int|Callable|None=None, preview_every:int=4, progress:bool=True,
+        scheduler_overrides:dict|None=None, schedule:str|dict|None=None,
     ): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
         "Edit cached samples with their own prompts and the cached empty one."
         return self.predictor.predict_cached(i, data, num_inference_steps, true_cfg_scale, seed, on_step,

@@ -89,7 +89,7 @@ class RunLength(NamedTuple):
 
     def steps_of(self,
         per_step:int, # samples of a step, of all processes
-        per_epoch:int=None, # steps of an epoch; None: not known
+        per_epoch:int|None=None, # steps of an epoch; None: not known
     ) -> int: # None: not known
         "The optimizer steps of a run."
         if self.steps:

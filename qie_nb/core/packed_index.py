@@ -139,7 +139,7 @@ class EntryDatabase:
         facts:dict, # size and sha256 of the file
         shard_sizes:list[int], # bytes
         name:str, # of the index, for messages
-        fetch:Callable=None, # brings a remote one to `path`
+        fetch:Callable|None=None, # brings a remote one to `path`
     ):
         self.path, self.facts = path, facts
         self.shard_sizes, self.name = shard_sizes, name
@@ -301,7 +301,7 @@ def _digest(
 
 class TextFile:
     "Parts of a file, which each process opens, or of its bytes."
-    def __init__(self, path:Path, data:bytes=None):
+    def __init__(self, path:Path, data:bytes|None=None):
         self.path, self.data, self.open_files = Path(path), data, {}
 
     def __getstate__(self):
@@ -427,7 +427,7 @@ def _scan(
 # %% ../../nbs/core/04b_packed_index.ipynb #c9c56fe8
 def scan_older_index(
     path:Path,
-    data:bytes=None, # default the file's
+    data:bytes|None=None, # default the file's
 ) -> dict: # entries {kind: `TextTable`}, shards, sha256, identities, checksum, most {shard: bytes}
     "The index, line by line. Raises `OtherText` for another form or a wrong checksum."
     digest = hashlib.sha256()

@@ -6,13 +6,14 @@
 __all__ = ['ON_RESUME', 'NEEDED_BY', 'MOST', 'Real', 'Count', 'Positive', 'Pixels', 'Seed', 'Decay', 'Sides', 'REMOVED', 'Role',
            'setting', 'role_of', 'value_of', 'Removed', 'removed', 'removed_text', 'without_removed', 'removed_names',
            'removed_meant', 'register', 'registered', 'register_class', 'either', 'AcceptRegistered', 'outside_names',
-           'read_settings', 'texts_of', 'nested', 'parse_settings']
+           'read_settings', 'texts_of', 'nested', 'parse_settings', 'merge_settings', 'translate', 'hyphenate',
+           'Parser']
 
 # %% ../../nbs/core/06_settings.ipynb #5e770003
 import argparse, difflib, re, sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
@@ -44,12 +45,12 @@ def setting(
     needed_by:str="few", # these are the fields of `Role`
     on_card:bool=False,
     compared_as:str="",
-    only_with:dict=None,
+    only_with:dict|None=None,
     older:tuple=(),
     also_called:tuple=(),
     overrides:str|tuple=(), # field of `Plan`, or several
-    **limits, # as for pydantic's `Field`
-) -> FieldInfo:
+    **limits:object, # as for pydantic's `Field`
+) -> Any: # a `FieldInfo`; type checkers see the type of the setting
     "Declare a setting. Leaving `on_resume` out is a TypeError at import."
     if on_resume not in ON_RESUME:
         raise ValueError(f"`on_resume` must be one of {', '.join(ON_RESUME)}, got {on_resume!r}")
@@ -204,7 +205,7 @@ def _copied(config:dict) -> dict:
 # %% ../../nbs/core/06_settings.ipynb #6a90e00a
 def removed_text(
     written:str, # the name that was used
-    name:str=None, # in `REMOVED`; default: the same
+    name:str|None=None, # in `REMOVED`; default: the same
     got:str="", # ", got " and its value
 ) -> str:
     "One sentence for a setting that does not exist any more."

@@ -82,7 +82,7 @@ class ImageDataset(Dataset):
     "Samples as mappings: cached tensors if complete, images otherwise."
     def __init__(self,
         config:str|Path|dict|Config|DataSection, # folder, `Config`, its `data` section, or a flat dict (`dataset_path`, `cache_dir`, ...)
-        samples:list=None, # `Sample`s, instead of searching `dataset_path`
+        samples:list|None=None, # `Sample`s, instead of searching `dataset_path`
         strict:bool=False, # is an unreadable image an error? Its sample is skipped otherwise
     ):
         self.strict = strict
@@ -135,7 +135,7 @@ class ImageDataset(Dataset):
 
     # --- sizes
 
-    def refresh(self, identity:dict=None):
+    def refresh(self, identity:dict|None=None):
         "Take the encoders' identity (default: the cache's) and compute the sizes; call it after filling it."
         self.identity, self.ambiguous_identity = identity, None
         self._keys = {} # {sample: `HeldKeys`}
@@ -213,7 +213,7 @@ class ImageDataset(Dataset):
         s = self.samples[i]
         return self.config.edit_mask == "auto" and s.mask is None and bool(s.controls)
 
-    def needed(self, i:int, keys:dict=None) -> dict:
+    def needed(self, i:int, keys:dict|None=None) -> dict:
         "The part of `keys(i)` that training reads."
         drop = self.config.caption_dropout_rate > 0
         return {name: entry for name, entry in (keys or self.keys(i)).items()
@@ -221,7 +221,7 @@ class ImageDataset(Dataset):
 
     def missing(self,
         i:int,
-        has:Callable=None, # function of (kind, key): is there such an entry? Default: ask the cache
+        has:Callable|None=None, # function of (kind, key): is there such an entry? Default: ask the cache
     ) -> list:
         "Names of sample `i`'s tensors that are not in the cache."
         if self.identity is None: return ["everything"]
@@ -359,7 +359,7 @@ class ImageDataset(Dataset):
         return EntryProblem(sample.id, name, place, dict(self.cache.quarantined).get(place, why))
 
     def problems_text(self,
-        found:list=None, # of `problems()`
+        found:list|None=None, # of `problems()`
     ) -> str:
         "The message for entries that cannot be used."
         found = found or self.problems()
@@ -461,7 +461,7 @@ def _collate_of(dataset, samples):
 # %% ../../nbs/data/06_dataset.ipynb #94e70d01
 def loader(
     dataset:ImageDataset|str|Path|list, # an `ImageDataset`, or as for `find_samples`
-    cache_dir:str|Path|list=None, # folder or list of them
+    cache_dir:str|Path|list|None=None, # folder or list of them
     batch_size:int=1,
     seed:int=0,
     shuffle:bool=True, # a new order each epoch?

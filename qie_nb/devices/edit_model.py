@@ -83,15 +83,15 @@ class EditModel(Components):
         name:str="tiny", # folder, hub id, or tiny
         dtype:torch.dtype=torch.float32, # of VAE, text encoder and transformer
         variant:str="auto", # as `model.variant`
-        devices:dict=None, # {component: device}, default cpu
-        quantize:dict=None, # {component: key of `QUANTIZATIONS`, or a bool}
-        revision:str=None, # of the hub
+        devices:dict|None=None, # {component: device}, default cpu
+        quantize:dict|None=None, # {component: key of `QUANTIZATIONS`, or a bool}
+        revision:str|None=None, # of the hub
         offload:tuple=(), # components in host memory, whose layers visit the device
         release:bool|str=WHEN_NEEDED, # delete files after they are quantized? yes, no, or this
         image_positions:str="3d", # as `model.image_positions`
         fp16:bool=False, # products of the transformer's blocks in scaled float16?
-        transformer_file:str=None, # as `model.transformer_file`
-        text_encoder_file:str=None, # as `model.text_encoder_file`
+        transformer_file:str|None=None, # as `model.transformer_file`
+        text_encoder_file:str|None=None, # as `model.text_encoder_file`
     ):
         super().__init__(name, dtype, variant, devices, quantize, revision, release, image_positions,
                          transformer_file, text_encoder_file)
@@ -212,7 +212,7 @@ class EditModel(Components):
         self._prepare[name] = function
 
     def postpone(self,
-        function:Callable=None, # None: nothing any more
+        function:Callable|None=None, # None: nothing any more
     ):
         "Call a function when the transformer is next used, to load what other processes have trained."
         self._postponed = function

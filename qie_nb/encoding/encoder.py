@@ -71,7 +71,7 @@ class Encoder:
         share_prefix:bool=True, # encode the prefix once per image set? False: the pipelines' bits
         vae_2d:bool=True, # encode with two-dimensional convolutions? False: the pipelines' bits
         batch_size=1, # images, or image sets, per call: a number, or what `choose_batch` understands
-        choose_batch:Callable=None, # of `batch_size`, components and devices; returns a `Choice`
+        choose_batch:Callable|None=None, # of `batch_size`, components and devices; returns a `Choice`
     ):
         self.components = components
         self.cache = cache
@@ -117,7 +117,7 @@ class Encoder:
     def encode_prompts(self,
         prompts:list, # B strings
         image_sets:list, # B `ImageSet`, of images with the same sizes
-        share_prefix:bool=None, # default: the encoder's setting
+        share_prefix:bool|None=None, # default: the encoder's setting
     ) -> list: # B `PromptEmbedding`
         "Embeddings of prompts with their control images."
         self.calls["text_encoder"] += len(prompts)
@@ -288,7 +288,7 @@ def encode_embeddings(encoder:Encoder, job:EncodeJob, read:Callable) -> list: # 
 def make_edit_mask(
     encoder:Encoder,
     read:Callable, # returns the sample's `SampleInputs`; called if the images are needed
-    target:torch.Tensor=None, control:torch.Tensor=None, # latents, if known
+    target:torch.Tensor|None=None, control:torch.Tensor|None=None, # latents, if known
 ) -> torch.Tensor: # [h, w] uint8
     "Loss weights from what changes between the first control and the target."
     if target is None:

@@ -74,7 +74,7 @@ class SampleInputs:
     def __init__(self,
         images:dict, # `image` (array or PIL image), `control` (list of PIL images)
         geometry:Geometry,
-        digests:tuple=None, # of the files
+        digests:tuple|None=None, # of the files
     ):
         self.target = images["image"]
         self.control = images["control"]
@@ -181,7 +181,7 @@ def plan_encoding(
     return [group for items in groups.values() for group in _parts(items, batch_size)]
 
 # %% ../../nbs/encoding/01_jobs.ipynb #ffc70102
-def shard(work:list, rank:int=None, world:int=None) -> list:
+def shard(work:list, rank:int|None=None, world:int|None=None) -> list:
     "Every `world`-th element from `rank` on; default: as launched."
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world

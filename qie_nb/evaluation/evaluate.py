@@ -61,7 +61,7 @@ def run_tests(trainer:"QwenImageEditTrainer") -> dict: # {field of `Evaluated`: 
 def evaluate_now(
     trainer:"QwenImageEditTrainer",
     out:Path, # folder for the images
-    styles:dict=None, # from `find_styles`
+    styles:dict|None=None, # from `find_styles`
     tests:bool=False, # also those of `run_tests`?
 ) -> Evaluated:
     "Evaluate the current adapter, or its EMA. Raises `StopRequested`."
@@ -145,7 +145,7 @@ def measures_of(
     results:dict, # {step: result}
     step:int, # of the evaluation
     config:Config,
-    pairs:int=None, # that are trained on
+    pairs:int|None=None, # that are trained on
     steps:int=100, # planned
 ) -> Measures:
     "All that is known at an evaluation."
@@ -206,7 +206,7 @@ def first_advice(m:Measures) -> Advice:
 # %% ../../nbs/evaluation/02_evaluate.ipynb #57f9346f
 def check_parts(
     trainer:"QwenImageEditTrainer",
-    styles:dict=None, # from `find_styles`
+    styles:dict|None=None, # from `find_styles`
 ):
     "Raise ValueError if the model folder lacks what the evaluation images need."
     parts = trainer.components

@@ -114,7 +114,7 @@ class BackwardPairs(Display):
     def __init__(self,
         folder:Path, # of the data set
         pairs:list, # of `BackwardPair`
-        direction:SwapTest=None, # of some pairs, if it was asked for
+        direction:SwapTest|None=None, # of some pairs, if it was asked for
     ):
         self.folder, self.pairs = folder, pairs
         self.direction = direction

@@ -54,7 +54,7 @@ def first_instruction(info:dict) -> str: # info: our note in a LoRA file
 
 def space_facts(
     folder:Path, # with a LoRA and perhaps its card
-    base_model:str=None, # hub id; default the card's, or the published model of the variant
+    base_model:str|None=None, # hub id; default the card's, or the published model of the variant
 ) -> dict: # as for `loading_code`, and title, license, instruction, areas, schedule
     "What an app needs to know of a LoRA. Raises FileNotFoundError or ValueError."
     file = folder/WEIGHT_NAME
@@ -235,8 +235,8 @@ def check_own(folder:Path):
 
 def write_space(
     lora:str|Path, # folder of `trainer.save_lora`
-    folder:str|Path=None, # to write; default `space` in it
-    base_model:str=None, # hub id; default the card's
+    folder:str|Path|None=None, # to write; default `space` in it
+    base_model:str|None=None, # hub id; default the card's
 ) -> Path: # the folder
     "Write a gradio Space for a LoRA. Raises FileNotFoundError or ValueError before it writes."
     lora = path_from(lora, "`lora`")

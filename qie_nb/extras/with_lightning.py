@@ -285,8 +285,8 @@ def lightning_columns(
     lora_strengths:list|tuple=(1.,),
     lightning_strengths:list|tuple=(1.,),
     seed:int=0, # of the noise
-    steps:int=None, # of the columns without Lightning; default as `predict`
-    true_cfg_scale:float=None, # of the same
+    steps:int|None=None, # of the columns without Lightning; default as `predict`
+    true_cfg_scale:float|None=None, # of the same
 ) -> list: # of `Column`
     "Without LoRA, your LoRA, then with Lightning."
     given = dict(lora_strengths=lora_strengths, lightning_strengths=lightning_strengths)
@@ -389,16 +389,16 @@ def with_lightning(
     trainer:"QwenImageEditTrainer", # after `fit`, or with a model alone
     lightning:str|Path|dict, # a LoRA for all of `steps`, or {steps: LoRA}; a path or hub id
     images:object=None, prompts:object=None, # as in `compare_edits`; default held-out pairs
-    targets:list=None, # the images after, one a row, to measure the error
+    targets:list|None=None, # the images after, one a row, to measure the error
     lora:str|Path=NOW, # yours: a file, folder, checkpoint or hub id; default the active one
     steps:list|tuple=(8, 4), # numbers of steps with one Lightning LoRA
     lora_strengths:list|tuple=(1.,), # of yours
     lightning_strengths:list|tuple=(1.,), # each with each of yours
     pairs:int=4, # held-out pairs, where no images are given
     seed:int=0, # of the noise
-    num_inference_steps:int=None, # without Lightning; default as `predict`
-    true_cfg_scale:float=None, # the same
-    height:int=None, width:int=None, # pixels; default from each first image's aspect
+    num_inference_steps:int|None=None, # without Lightning; default as `predict`
+    true_cfg_scale:float|None=None, # the same
+    height:int|None=None, width:int|None=None, # pixels; default from each first image's aspect
     progress:bool=True, # show rate and time left?
 ) -> LightningComparison:
     "The same edits without LoRA, with yours, and with yours and Lightning; checks files first."

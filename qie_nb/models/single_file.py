@@ -238,7 +238,7 @@ class SingleFile:
     "A file with one component: its tensors without a prefix, and how they are stored."
     def __init__(self,
         path:str|Path, # of a .safetensors file
-        kind:FileKind=None, # default: what it seems to hold
+        kind:FileKind|None=None, # default: what it seems to hold
     ):
         self.path = typed_path(str(path))
         header = read_header(self.path, kind or TRANSFORMER)
@@ -312,7 +312,7 @@ def _read(path:Path, size:int, changed:int, kind:FileKind|None) -> SingleFile: #
 
 def single_file(
     path:str|Path, # as `model.transformer_file`
-    kind:FileKind=None, # default: what it seems to hold
+    kind:FileKind|None=None, # default: what it seems to hold
 ) -> SingleFile:
     "A file's description, read once while the file is unchanged."
     path = typed_path(str(path))

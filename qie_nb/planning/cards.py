@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'FLOAT32', 'BANDWIDTH', 'ASSUMED_PAIRS', 'CARDS', 'product_rate', 'bytes_rate', 'step_seconds', 'speedup',
-           'rank_cost', 'strategies', 'run_seconds', 'PlannedRun', 'held_out_pairs', 'planned_run', 'run_of_plan',
-           'pairs_of', 'tasks_beside_steps', 'plan', 'card_table']
+           'rank_cost', 'strategies', 'strategy_name', 'strategy_settings', 'run_seconds', 'PlannedRun',
+           'held_out_pairs', 'planned_run', 'run_of_plan', 'pairs_of', 'GpuPlan', 'tasks_beside_steps', 'plan',
+           'card_table']
 
 # %% ../../nbs/planning/03b_cards.ipynb #cc7f4e06
 import math, re
@@ -194,7 +195,7 @@ def planned_run(
     pairs:int, # with those that are held out
     held_out:int=0, # of them
     gpu:str="", # name; "": there is none
-    batches:int=None, # of an epoch, of all processes; default from the pairs
+    batches:int|None=None, # of an epoch, of all processes; default from the pairs
 ) -> PlannedRun:
     "How long a run is on these GPUs."
     data, train = config.data, config.train
@@ -267,7 +268,7 @@ class GpuPlan:
     def shown(self) -> Memory: # of the chosen strategy, the smallest, or the configuration
         return self.chosen or min(self.tried, key=lambda m: m.total, default=self.asked)
 
-    def time(self, m:Memory=None) -> str: # of training; "" for a GPU of unknown speed, or a tiny model
+    def time(self, m:Memory|None=None) -> str: # of training; "" for a GPU of unknown speed, or a tiny model
         name = self.gpu.name if self.gpu else ""
         seconds = run_seconds((m or self.shown).query, name, self.samples)
         return duration(seconds) if seconds else ""
@@ -400,10 +401,10 @@ def plan(
     config=None, # `Config` or dict; the plan chooses what it leaves open
     quantize=None, # consider only this quantization, or none
     controls:int=1, # control images of a pair
-    prompt:int=None, # tokens with images; default the variant's
-    transformer:dict=None, # its configuration instead of the model's
-    machine:Machine=None, # with this GPU; default one with a compiler
-    pairs:int=None, # of the data set; default the configuration's, else 50
+    prompt:int|None=None, # tokens with images; default the variant's
+    transformer:dict|None=None, # its configuration instead of the model's
+    machine:Machine|None=None, # with this GPU; default one with a compiler
+    pairs:int|None=None, # of the data set; default the configuration's, else 50
 ) -> GpuPlan:
     "Memory and time of a run, and the fastest settings that fit a GPU. Computed, not measured."
     if isinstance(model, (dict, Config)): model, config = None, model

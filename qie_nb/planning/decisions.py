@@ -81,7 +81,7 @@ _DTYPE = "train.mixed_precision"
 
 def choose_dtype(
     wanted:str, # `train.mixed_precision`
-    gpu:GpuInfo=None, # None: another device
+    gpu:GpuInfo|None=None, # None: another device
 ) -> Choice: # bfloat16 or float32
     "The dtype of the frozen weights."
     if wanted == "no":
@@ -129,7 +129,7 @@ def _against_fp16(train, kind:str, fsdp:bool) -> str:
 
 def choose_quantize(
     wanted:object, # `model.quantize`
-    known:str=None, # of a prequantized copy, or as it is set on the trainer; none: not at all
+    known:str|None=None, # of a prequantized copy, or as it is set on the trainer; none: not at all
 ) -> Choice: # a name, or None
     "How the transformer is quantized."
     setting, kind = "model.quantize", parse_quantization(wanted)
@@ -164,8 +164,8 @@ def choose_offload(
 
 def choose_products(
     train, # `TrainSection`
-    gpu:GpuInfo=None, # None: another device
-    kind:str=None, # quantization
+    gpu:GpuInfo|None=None, # None: another device
+    kind:str|None=None, # quantization
     fsdp:bool=False, # is the transformer sharded?
 ) -> Choice: # `SCALED` or `AS_DTYPE`
     "How the blocks multiply."
@@ -263,7 +263,7 @@ def choose_processes(
     train, # `TrainSection`
     machine:Machine,
     so_far:SoFar=SoFar(),
-    needed:float=None, # bytes of the run on each GPU; None: not known
+    needed:float|None=None, # bytes of the run on each GPU; None: not known
     pinned:float=0, # bytes of host memory for each process
 ) -> Choice:
     "How many processes train; `fit` starts them unless they were launched with it."
@@ -327,7 +327,7 @@ def choose_eval_interval(
 # %% ../../nbs/planning/00b_decisions.ipynb #e9019651
 def choose_held_out(
     train, # `TrainSection`
-    pairs:PairFacts=None, # None: not counted yet
+    pairs:PairFacts|None=None, # None: not counted yet
     before:object=None, # what the checkpoint that is continued held out
 ) -> Choice: # share of the control images, their number, or `ONE_IMAGE`; None: the pairs decide
     "Which part of the pairs is never trained on."
@@ -352,7 +352,7 @@ SAVE_EPOCHS = 5 # between checkpoints, if the length is in steps or epochs
 
 def choose_length(
     train:TrainSection,
-    pairs:PairFacts=None, # None: not counted yet
+    pairs:PairFacts|None=None, # None: not counted yet
 ) -> Choice: # `RunLength`; None: the pairs decide
     "How long a run is."
     names = dict(steps="max_train_steps", samples="max_train_samples", epochs="num_epochs")
@@ -369,7 +369,7 @@ def choose_length(
 
 def choose_save_interval(
     train:TrainSection,
-    length:Choice=None, # of `choose_length`
+    length:Choice|None=None, # of `choose_length`
 ) -> Choice: # `EvalInterval`
     "How often a run is saved."
     setting = "train.save_interval"
@@ -434,8 +434,8 @@ def choose_compile(
     train, # `TrainSection`
     machine:Machine,
     device:str,
-    steps:int=None, # of the run, if known
-    quantized:str=None, # the transformer's quantization
+    steps:int|None=None, # of the run, if known
+    quantized:str|None=None, # the transformer's quantization
     obstacle:str="", # why its blocks cannot be compiled
 ) -> Choice: # yes?
     "Are the blocks compiled?"
@@ -456,8 +456,8 @@ def choose_compile(
 
 def choose_checkpointing(
     train, # `TrainSection`
-    needed:dict=None, # {value: bytes of an uncompiled step}, if the blocks were to be compiled and are not
-    gpu:GpuInfo=None, # where this step would run
+    needed:dict|None=None, # {value: bytes of an uncompiled step}, if the blocks were to be compiled and are not
+    gpu:GpuInfo|None=None, # where this step would run
 ) -> Choice: # yes, no, or selective
     "Do the blocks recompute their activations?"
     setting = "train.gradient_checkpointing"
@@ -473,7 +473,7 @@ def choose_checkpointing(
 # %% ../../nbs/planning/00b_decisions.ipynb #49391d0f
 def choose_delete_shards(
     wanted:object, # `model.delete_downloaded_shards`: auto, true or false
-    quota:int=None, # bytes that this session may write; None: no limit but the disk
+    quota:int|None=None, # bytes that this session may write; None: no limit but the disk
 ) -> Choice: # yes, no, or `WHEN_NEEDED`
     "Are downloaded files deleted once they are quantized?"
     setting = "model.delete_downloaded_shards"

@@ -221,7 +221,7 @@ def _most_exact(facts:TextEncoderFacts) -> Choice:
 def choose_text_encoder_quantize(
     wanted:object, # `model.text_encoder_quantize`
     offload:bool=False, # `model.text_encoder_offload`
-    facts:TextEncoderFacts=None, # None: not known yet
+    facts:TextEncoderFacts|None=None, # None: not known yet
 ) -> Choice: # a name, or None; None: the facts decide
     "How the text encoder is quantized."
     kind = None if wanted == AUTO else parse_quantization(wanted)
@@ -244,7 +244,7 @@ MOST_AT_ONCE = 4
 
 def choose_encode_batch(
     wanted:object, # `cache.batch_size`: number or auto
-    facts:EncodingFacts=None, # None: not known
+    facts:EncodingFacts|None=None, # None: not known
 ) -> Choice: # number; None: the memory decides
     "How many images or prompts are encoded at once."
     setting = "cache.batch_size"
@@ -267,7 +267,7 @@ def choose_encode_batch(
 
 def choose_decoder(
     named:Choice, # the device that `predict.devices.vae` names, or the main one
-    facts:DecodingFacts=None, # None: not known
+    facts:DecodingFacts|None=None, # None: not known
     failed:str="", # GPU on which it ran out of memory
 ) -> Choice: # name of a device
     """Where the VAE decodes the images of an evaluation.
@@ -297,7 +297,7 @@ def precisions() -> tuple: # of quantizations, or None
 def encoding_bytes(
     area:int, # pixels of the largest image
     base_bytes:int=2, # of a number that is not quantized
-    kinds:tuple=None, # default `precisions`
+    kinds:tuple|None=None, # default `precisions`
     with_vae:bool=True, # is the VAE on the same device?
 ) -> dict: # {quantization or None: bytes}
     "The memory to encode with each kind of the published text encoder."
@@ -358,7 +358,7 @@ def ways_to_save_encoding(
     config:Config,
     machine:Machine,
     weights:dict, # {vae or text_encoder: bytes}
-    quantized:str=None, # how the plan quantizes the text encoder
+    quantized:str|None=None, # how the plan quantizes the text encoder
 ) -> list: # of `Change`
     "The settings that make encoding smaller, in the order to try."
     cache = config.cache
@@ -389,7 +389,7 @@ PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
 def _gb(n:float) -> str: # bytes
     return f"{n / 1e9:.1f} GB"
 
-def _encoders(q, kind:str=None) -> dict: # bytes; `kind`: text encoder's quantization
+def _encoders(q, kind:str|None=None) -> dict: # bytes; `kind`: text encoder's quantization
     scale = q.base_bytes / 2
     return dict(text=text_encoder_bytes(None, q.base_bytes), vae=PUBLISHED["vae"] * scale,
                 quantized=text_encoder_bytes(kind, q.base_bytes),

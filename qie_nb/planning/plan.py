@@ -82,8 +82,8 @@ def step_memory(
 def make_plan(
     config:Config,
     machine:Machine,
-    model:ModelFacts=None, # these are the fields of `PlanFacts`
-    pairs:PairFacts=None,
+    model:ModelFacts|None=None, # these are the fields of `PlanFacts`
+    pairs:PairFacts|None=None,
     so_far:SoFar=SoFar(),
 ) -> Plan:
     "Every decision about a run that can be made with these facts."
@@ -145,7 +145,7 @@ def choose_main_device(
     config:Config,
     machine:Machine,
     so_far:SoFar,
-    model:ModelFacts=None, # None: not known yet
+    model:ModelFacts|None=None, # None: not known yet
 ) -> Choice:
     "Where a run trains; the first of several GPUs that share the blocks."
     if so_far.device:
@@ -371,7 +371,7 @@ WAYS = 3 # settings that an out-of-memory error names
 class Planner:
     "Makes the plan of a run from what is known at that moment."
     def __init__(self,
-        config:Config=None, # or a nested dict
+        config:Config|None=None, # or a nested dict
         device:str="", # the main one, if it is given instead of chosen
     ):
         self.config = make_config(config)

@@ -248,7 +248,7 @@ def own_planner(
 # %% ../../nbs/training/00_callbacks.ipynb #9e6117f4
 def due(
     state:RunState,
-    epochs:int=0, steps:int=None, # intervals
+    epochs:int=0, steps:int|None=None, # intervals
 ) -> bool:
     "Does an interval end with the last step?"
     by_step = bool(steps) and state.global_step % steps == 0

@@ -61,7 +61,7 @@ def take_step(trainer:"QwenImageEditTrainer", group:StepBatches):
     trainer.apply_update(torch.isfinite(s.grad_norm + s.loss))
 
 # %% ../../nbs/training/10_loop.ipynb #12baa7d4
-def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None):
+def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable|None=None):
     "Prepare a run and take its steps until all are done or something asks to stop."
     state = trainer.state
     advice = trainer.planner.ways_to_train
@@ -106,7 +106,7 @@ def free_step_memory(trainer:"QwenImageEditTrainer"):
     if trainer.optimizer is not None: trainer.optimizer.zero_grad(set_to_none=True)
 
 # %% ../../nbs/training/10_loop.ipynb #ab53ed29
-def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable=None) -> BatchStream:
+def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable|None=None) -> BatchStream:
     "Prepare or continue a run."
     c, s = trainer.config.train, trainer.state
     s.start()

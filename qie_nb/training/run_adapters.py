@@ -84,9 +84,9 @@ class RunAdapters:
     "The adapters of a run; `default` is trained and saved."
     def __init__(self,
         components:EditModel,
-        config:Config|dict=None,
-        state:RunState=None,
-        run_table:RunTable=None,
+        config:Config|dict|None=None,
+        state:RunState|None=None,
+        run_table:RunTable|None=None,
     ):
         self.components = components
         self.config = make_config(config)
@@ -128,7 +128,7 @@ class RunAdapters:
         adapters = self.in_use or self.loaded.values()
         return info_of_sizes([adapter.info for adapter in adapters])
 
-    def geometry(self, data:DataSection=None) -> Geometry:
+    def geometry(self, data:DataSection|None=None) -> Geometry:
         "Image sizes: from `data` or the configuration, else the adapter's, else the model's."
         own = {k: v for k, v in self.origin.items() if k in _SIZES}
         return geometry_of(data or self.config.data, self.components.areas | own)
@@ -267,7 +267,7 @@ class RunAdapters:
 
     def use(self,
         names:str|list, # one or a list; [] for the base alone
-        weights:float|list=None, # factor on each one's own scale, or one for all; default 1
+        weights:float|list|None=None, # factor on each one's own scale, or one for all; default 1
     ):
         "Use these adapters and no others."
         tr = self.components.loaded.get("transformer")
@@ -307,9 +307,9 @@ class RunAdapters:
         lora.unmerge_lora(self.components.gathered())
 
     def sampling(self,
-        schedule:str|dict=None, # default `predict.schedule`
-        steps:int=None,
-        true_cfg_scale:float=None,
+        schedule:str|dict|None=None, # default `predict.schedule`
+        steps:int|None=None,
+        true_cfg_scale:float|None=None,
     ) -> Sampling:
         "`predict`'s arguments, filled in for the adapters in use."
         wanted = self.config.predict.schedule if schedule is None else schedule
@@ -377,7 +377,7 @@ class RunAdapters:
             held_out_loss=self.state.metrics.get("held_out_loss") or best)
 
     def few_steps(self,
-        schedule:str|dict=None, # one that is given; default: look for it
+        schedule:str|dict|None=None, # one that is given; default: look for it
     ) -> FewSteps:
         "The schedule for which the adapter was made, and the LoRA for few steps beside it."
         if schedule is not None: return FewSteps("", as_schedule(schedule))
@@ -398,7 +398,7 @@ class RunAdapters:
 
     def workflow_facts(self,
         name:str, # of the LoRA's file
-        schedule:str|dict=None, # as for `few_steps`
+        schedule:str|dict|None=None, # as for `few_steps`
     ) -> "WorkflowFacts":
         "What a ComfyUI workflow needs. Raises ValueError if ComfyUI's nodes for the variant are unknown."
         from qie_nb.extras.comfyui_workflow import WorkflowFacts
@@ -419,10 +419,10 @@ class RunAdapters:
     def save(self,
         path:str|Path, # folder, or .safetensors file
         format:str="diffusers", # or comfyui
-        schedule:str|dict=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
+        schedule:str|dict|None=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
         card:bool=True, # write README.md into a folder?
         workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
-        title:str=None, thumbnail:object=None, # for LoRA managers; image or path
+        title:str|None=None, thumbnail:object=None, # for LoRA managers; image or path
     ) -> Path: # None in processes that do not write it
         "Write the adapter, or its running mean. All processes must call this."
         if workflow and format != "comfyui":
@@ -468,8 +468,8 @@ class RunAdapters:
 
     def publish(self,
         folder:str|Path, # for the LoRA, README.md and samples/
-        images:list=None, # paths, or (path, caption); default the last evaluation's
-        repo_id:str=None, private:bool=True, # on the hub
+        images:list|None=None, # paths, or (path, caption); default the last evaluation's
+        repo_id:str|None=None, private:bool=True, # on the hub
     ) -> str: # the folder, or the address on the hub
         "Write LoRA and model card and, if a repository is named, push them to the hub."
         from qie_nb.lora.model_card import push_to_hub

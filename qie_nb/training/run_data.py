@@ -125,8 +125,8 @@ class RunData:
     "Data set, cache and encoders of a run."
     def __init__(self,
         components:EditModel,
-        config:Config|dict=None,
-        geometry:Callable=None, # function of a `DataSection` or None
+        config:Config|dict|None=None,
+        geometry:Callable|None=None, # function of a `DataSection` or None
         run_table=None, # `RunTable`; without it precompute makes no table
         device:str|torch.device="cpu", # of the encoders, unless `cache` names one or there is a planner
         planner=None, # `Planner` of the run
@@ -166,7 +166,7 @@ class RunData:
     # --- the loader
 
     def make_loader(self,
-        train_dataloader:Iterable=None, # as in `fit`
+        train_dataloader:Iterable|None=None, # as in `fit`
     ): # DataLoader, or the given iterable
         "The loader to train on, without the held-out pairs."
         c, given = self.config, train_dataloader
@@ -330,8 +330,8 @@ class RunData:
     # --- precompute
 
     def encoder(self,
-        cache:EmbeddingCacheManager=None,
-        vae_device:str|torch.device=None, text_device:str|torch.device=None, # default: the configured ones
+        cache:EmbeddingCacheManager|None=None,
+        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
         exact:bool=False, # the pipelines' bits?
     ) -> Encoder:
         "An encoder of images and prompts, as the configuration says."
@@ -358,8 +358,8 @@ class RunData:
         return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
     def cache_embeddings(self,
-        train_dataloader:Iterable=None, # over an `ImageDataset`; default the configuration's data
-        start_idx:int=0, end_idx:int=None, # samples, the last excluded
+        train_dataloader:Iterable|None=None, # over an `ImageDataset`; default the configuration's data
+        start_idx:int=0, end_idx:int|None=None, # samples, the last excluded
         cluster:object=None, # `RayCluster` whose machines encode
     ): # `Report`
         "Precompute latents, prompt embeddings and the modulation table into the cache."
@@ -405,7 +405,7 @@ class RunData:
 
     def cache_step(self,
         batch:dict, # of a loader over an `ImageDataset`
-        vae_device:str|torch.device=None, text_device:str|torch.device=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
     ) -> list: # the samples' tensors by name, on the CPU
         "Encode one batch into the cache and return its tensors."
         cache = EmbeddingCacheManager(self.cache_dir or "cache", self.config.cache.remote_copy_gb)
@@ -451,7 +451,7 @@ class RunData:
 
     def encode_image_embedding(self,
         image:object, # path, PIL image, or uint8 array [H, W, 3]
-        device:str|torch.device=None,
+        device:str|torch.device|None=None,
     ) -> torch.Tensor: # [1, C, 1, h, w]
         "Latent of a control image."
         g = self.geometry()
@@ -461,7 +461,7 @@ class RunData:
     def encode_prompt_image_embedding(self,
         prompt:str,
         image:object, # one control image, or a list
-        device:str|torch.device=None,
+        device:str|torch.device|None=None,
     ) -> tuple: # ([1, L, D], [1, L] bool)
         "Embedding and mask of a prompt with its control images."
         g, images = self.geometry(), image if isinstance(image, (list, tuple)) else [image]

@@ -33,9 +33,9 @@ class RunTable:
     "The modulation table of a run: whether there is one, and its rows."
     def __init__(self,
         components:EditModel,
-        config:Config|dict=None,
-        state:RunState=None,
-        planner:"Planner"=None, # of the run
+        config:Config|dict|None=None,
+        state:RunState|None=None,
+        planner:"Planner|None"=None, # of the run
     ):
         self.components = components
         self.config = make_config(config)
@@ -132,7 +132,7 @@ class RunTable:
 
     # --- which rows it has
 
-    def empty_table(self, cache:EmbeddingCacheManager=None) -> ModulationTable:
+    def empty_table(self, cache:EmbeddingCacheManager|None=None) -> ModulationTable:
         "A table without rows, which finds them in the cache or the copy, or computes them."
         folder = self.components.folder_of("transformer")/"transformer"
         c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
@@ -178,7 +178,7 @@ class RunTable:
 
     def table_sets(self,
         dtype:torch.dtype,
-        dataset:ImageDataset=None, # default the configuration's
+        dataset:ImageDataset|None=None, # default the configuration's
     ) -> dict: # {times: label}
         "All timesteps of a table: training's and the schedules'."
         return self._training_sets(dtype) | self._schedule_sets(dataset, dtype)
@@ -191,8 +191,8 @@ class RunTable:
     # --- its rows
 
     def make_table(self,
-        cache:EmbeddingCacheManager=None,
-        schedules:dict=None, # more sets of times
+        cache:EmbeddingCacheManager|None=None,
+        schedules:dict|None=None, # more sets of times
     ) -> ModulationTable:
         "The table of all timesteps that training can draw."
         table = self.empty_table(cache)
@@ -215,8 +215,8 @@ class RunTable:
         return not why
 
     def cache_table(self,
-        cache:EmbeddingCacheManager=None,
-        dataset:ImageDataset=None, # default the configuration's
+        cache:EmbeddingCacheManager|None=None,
+        dataset:ImageDataset|None=None, # default the configuration's
     ) -> ModulationTable: # None if it is not used or cannot be computed here
         "Compute the rows for training and `model.modulation_table_steps` into the cache."
         if not self._is_needed(cache): return None
@@ -228,8 +228,8 @@ class RunTable:
         return table
 
     def table_bytes(self,
-        cache:EmbeddingCacheManager=None,
-        dataset:ImageDataset=None, # default the configuration's
+        cache:EmbeddingCacheManager|None=None,
+        dataset:ImageDataset|None=None, # default the configuration's
     ) -> list: # bytes of each entry
         "What `cache_table` will write."
         if not self._is_needed(cache): return []
@@ -243,7 +243,7 @@ class RunTable:
     def save_prequantized(self,
         folder:str|Path, # new, or that of an interrupted call
         encoders:bool=True, # and tokenizer and processor?
-        table_dtype:torch.dtype=None, # default the checkpoint's
+        table_dtype:torch.dtype|None=None, # default the checkpoint's
         part_bytes:int=10**9, # of a file, at most
     ) -> Path: # `folder`
         "Write a prequantized copy, with a table if the modulation layers are not trained."

@@ -40,7 +40,7 @@ class SampleViewer(Display):
     def __init__(self,
         dataset, # `ImageDataset`, a loader over one, settings, or a folder
         model=None, # trainer, `EditModel`, folder or hub id: gives variant, tokenizer and VAE
-        whole:bool=None, # the whole text and its tokens? Default: with a model, if diffusers is imported
+        whole:bool|None=None, # the whole text and its tokens? Default: with a model, if diffusers is imported
         decode:bool=False, # also cached latents?
         first:int=4, # samples in the static form
     ):

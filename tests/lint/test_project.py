@@ -143,15 +143,11 @@ def test_each_module_names_a_notebook_that_exists_and_has_a_name_of_its_own():
 
 ONE_CLASS = re.compile(r"(models\.(variants|quantizations)|training\.(optimizers|sinks)|devices\.strategies)\.") # folders with a file for each variation
 MOST_MODULES = 89 # outside `extras` and these; only to be lowered
-MOST_LINES = 500
 
 
-def test_there_are_few_modules_and_none_is_long():
+def test_there_are_few_modules():
     counted = [name for name in CORE if MODULES[name].stat().st_size and name not in FACES and not ONE_CLASS.match(name)]
     assert len(counted) <= MOST_MODULES, f"{len(counted)} modules: write it into the one where a reader looks for it, or merge others"
-    lengths = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    long = {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
-    assert not long, f"split by subject, never by length: {long}"
 
 
 def test_git_holds_no_run_time_files():

@@ -330,7 +330,7 @@ class Variant:
     def shift_mu(self,
         tokens:int, # of the target
         config:Mapping, # of the scheduler
-        steps:int=None, # of sampling; None in training
+        steps:int|None=None, # of sampling; None in training
     ) -> float:
         "Logarithm of the shift of noise levels."
         raise NotImplementedError(f"variant {self.name} has no schedule")
@@ -346,7 +346,7 @@ class Variant:
     # --- a plan
     def prompt_tokens(self,
         controls:int=1, # images
-        area:int=None, # pixels of each for the text encoder; default the variant's
+        area:int|None=None, # pixels of each for the text encoder; default the variant's
     ) -> int:
         "Tokens of a prompt of usual length with its images, for a plan."
         raise NotImplementedError(f"variant {self.name} has no plan")

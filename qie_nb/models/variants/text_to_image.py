@@ -214,7 +214,7 @@ class QwenImage(Variant):
         return flow.transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask, positions)
 
     # --- sampling
-    def shift_mu(self, tokens:int, config:Mapping, steps:int=None) -> float:
+    def shift_mu(self, tokens:int, config:Mapping, steps:int|None=None) -> float:
         "Linear in the tokens, from the scheduler's configuration."
         return flow.calculate_mu(tokens, config)
 
@@ -223,7 +223,7 @@ class QwenImage(Variant):
         return flow.true_cfg(cond, uncond, scale)
 
     # --- a plan
-    def prompt_tokens(self, controls:int=1, area:int=None) -> int:
+    def prompt_tokens(self, controls:int=1, area:int|None=None) -> int:
         "Tokens of a prompt: one for 28 x 28 pixels, and 62 for template and text."
         return controls * ((area or self.vl_area or self.control_area) // 784) + 62
 
