@@ -13,6 +13,9 @@ from qie_nb import cli
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
+from qie_nb.data import alignment_check
+from qie_nb.data.alignment_check import check_pair
+from qie_nb.data.samples import find_samples
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.planning import doctor as doctor_module, facts as planned
 from qie_nb.planning.cards import plan
