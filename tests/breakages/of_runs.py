@@ -2,4 +2,268 @@
 from code_changes import Change, Mutation
 
 MUTATIONS: dict[str, Mutation] = {
+    # --- planning
+    "a plan with two control images counts one": Mutation(
+        "tests/planning/test_plan.py::test_each_control_image_of_a_pair_counts", [
+        Change("planning/cards", "plan", 'controls * areas["control_area"]',
+               'areas["control_area"]')]),
+    "host memory of one process for two": Mutation(
+        "tests/planning/test_plan.py::test_each_process_pins_host_memory_of_its_own", [
+        Change("planning/cards", "GpuPlan.fits", "m.host * q.processes", "m.host")]),
+    "the time of a batch as that of a sample": Mutation(
+        "tests/planning/test_plan.py::test_a_batch_takes_its_time_once_for_all_its_samples", [
+        Change("planning/cards", "run_seconds", "each * samples / q.batch", "each * samples")]),
+    "block swap takes no time": Mutation(
+        "tests/planning/test_plan.py::test_block_swap_takes_time", [
+        Change("planning/cards", "step_seconds",
+               "products * math.prod(way.slowdown for way in used_by(q)) + moved",
+               "products + moved")]),
+    "block swap preferred to smaller weights": Mutation("tests/planning/test_plan.py", [
+        Change("planning/cards", "rank_cost",
+               "math.prod((way.slowdown for way in used_by(q)), start=weights)", "weights")]),
+    "two GPUs take twice the hours of one": Mutation("tests/planning/test_plan.py", [
+        Change("planning/cards", "speedup", "0.92 * processes", "0.92 / processes")]),
+    "the mean of the adapter missing from checkpoints": Mutation(
+        "tests/planning/test_disk_space.py::test_a_checkpoint_has_the_mean_of_the_adapter_too", [
+        Change("planning/disk_space", "checkpoint_bytes", "(1 + q.ema) * _adapter_bytes(q)",
+               "_adapter_bytes(q)")]),
+    "init plans all steps for each GPU": Mutation(
+        "tests/planning/test_first_run.py::test_thirty_pairs_are_the_same_run_everywhere", [
+        Change("planning/first_config", "file_text", "first_run(pairs, count)",
+               "first_run(pairs)")]),
+    "init takes one of several data sets": Mutation("tests/planning/test_first_config.py", [
+        Change("planning/first_config", "find_pairs", "len(found) == 1", "found")]),
+    "a run is cut off by the end of its session": Mutation("tests/planning/test_machines.py", [
+        Change("planning/decisions", "choose_hours", "machine.hours - MARGIN", "machine.hours")]),
+    "a resumed run holds out other pairs": Mutation(
+        "tests/planning/test_first_run.py::"
+        "test_a_resumed_run_keeps_what_its_checkpoint_held_out", [
+        Change("planning/decisions", "choose_held_out", "before is not None", "False")]),
+    "compiling switched off in long runs, not in short ones": Mutation(
+        "tests/planning/test_machines.py", [
+        Change("planning/decisions", "_compile_does_not_pay", "steps < ENOUGH_STEPS",
+               "steps > ENOUGH_STEPS")]),
+    "the doctor looks at the first eight pairs": Mutation(
+        "tests/planning/test_doctor.py::test_alignment_is_judged_by_pairs_of_the_whole_data_set", [
+        Change("planning/doctor", "alignment_findings", "sampled_alignment(samples)",
+               "sampled_alignment(samples[:8])")]),
+    "what fits only with other settings is called fitting": Mutation(
+        "tests/planning/test_doctor.py", [
+        Change("planning/doctor", "plan_findings", "p.fits(p.asked)",
+               "p.fits(p.asked) or p.chosen")]),
+    "host memory named by the wrong setting": Mutation("tests/planning/test_doctor.py", [
+        Change("planning/doctor", "memory_findings", '"`train.blocks_to_swap`"',
+               '"`train.offload_activations`"')]),
+    "two processes may pin all host memory": Mutation("tests/planning/test_machines.py", [
+        Change("planning/plan", "fits_machine", "memory.host * n", "memory.host")]),
+    "after out of memory the first change is forgotten": Mutation(
+        "tests/planning/test_machines.py", [
+        Change("planning/plan", "smaller", "facts = changed(facts, change)", "pass")]),
+    # --- extras: what is judged
+    "a control test judges by the mean alone": Mutation(
+        "tests/extras/test_swaps.py::test_what_is_uncertain_is_no_use_of_the_control_images", [
+        Change("extras/diagnostics", "ControlTest.verdict", "self.difference.low > 0",
+               "self.difference.mean > 0")]),
+    "right although both directions fit": Mutation(
+        "tests/extras/test_swaps.py::test_two_directions_that_fit_cannot_be_told_apart", [
+        Change("extras/diagnostics", "SwapTest.verdict", "fits and not reverse and low > 0",
+               "fits and low > 0")]),
+    "an overfit check with dropped captions": Mutation(
+        "tests/extras/test_overfit.py::test_what_is_judged_has_its_captions_and_no_edit_mask", [
+        Change("extras/diagnostics", "_Measure.prepare", "caption_dropout_rate=0.,", "")]),
+    # --- extras: ComfyUI
+    "control images of 2511 at the time of the target": Mutation(
+        "tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "unused_nodes", "not f.model.controls_at_zero",
+               "f.model.controls_at_zero")]),
+    "width and height of the result exchanged": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "values",
+               '"empty.width": width, "empty.height": height',
+               '"empty.width": height, "empty.height": width')]),
+    "width and height for the text encoder exchanged": Mutation(
+        "tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "values", "seen_width, seen_height = vl_expressions",
+               "seen_height, seen_width = vl_expressions")]),
+    "ComfyUI scales after guidance": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "template", "return json.loads(file.read_text(encoding='utf-8'))",
+               "return json.loads(file.read_text(encoding='utf-8')"
+               ".replace('\"pre_cfg\": true', '\"pre_cfg\": false'))")]),
+    "ComfyUI with another scheduler": Mutation("tests/extras/test_comfyui_workflow.py", [
+        Change("extras/comfyui_workflow", "template", "return json.loads(file.read_text(encoding='utf-8'))",
+               "return json.loads(file.read_text(encoding='utf-8')"
+               ".replace('\"simple\"', '\"normal\"'))")]),
+    # --- extras: other rooms
+    "a result of something else is a pair": Mutation("tests/extras/test_backward_pairs.py", [
+        Change("extras/backward_pairs", "judge", "same < LEAST_LIKENESS", "same < 0")]),
+    "pairs have the instruction that undoes": Mutation("tests/extras/test_backward_pairs.py", [
+        Change("extras/backward_pairs", "_make",
+               'f"{instruction.strip()}\\n"', 'f"{undo.strip()}\\n"')]),
+    "captions of the user are replaced": Mutation("tests/extras/test_instructions.py", [
+        Change("extras/instructions", "write_instructions", "[p for p in pairs if not p.was]",
+               "list(pairs)")]),
+    "the image after is named before": Mutation("tests/extras/test_instructions.py", [
+        Change("extras/instructions", "chat", '[*names, "After"]', '["After", *names]')]),
+    "an edited caption is undone": Mutation("tests/extras/test_instructions.py", [
+        Change("extras/instructions", "undo_instructions",
+               "not still_holds(file, line.text)", "False")]),
+    "folders of the user are published": Mutation("tests/extras/test_kaggle_upload.py", [
+        Change("extras/kaggle_upload", "without_paths", "None if changed == values else", "None and")]),
+    "a folder's private name is published": Mutation("tests/extras/test_kaggle_upload.py", [
+        Change("extras/kaggle_upload", "published_model", "if is_hub_id(name)", "if name")]),
+    "a copy with a missing component is sent": Mutation("tests/extras/test_kaggle_upload.py", [
+        Change("extras/kaggle_upload", "component_files", 'origin.get("kind") != quantization',
+               "False")]),
+    "more workers than GPUs": Mutation("tests/extras/test_ray_cluster.py", [
+        Change("extras/ray_cluster", "share_machines", "workers is None or gpus and workers > fit",
+               "workers is None")]),
+    "a machine with other encoders fills the cache": Mutation("tests/extras/test_ray_cluster.py", [
+        Change("extras/ray_cluster", "setup",
+               "identity_id(mine) != identity_id(wanted)", "False")]),
+    "a selfcheck with other shapes passes": Mutation("tests/extras/test_selfcheck.py", [
+        Change("extras/selfcheck", "SelfCheck.differs",
+               'p["relative"] <= self.facts["tolerance"]', 'not p["relative"] > self.facts["tolerance"]')]),
+    "the last block that is not finite is named": Mutation("tests/extras/test_selfcheck.py", [
+        Change("extras/selfcheck", "FiniteCheck.data",
+               "(name for name, v in own if not np.isfinite(v))",
+               "(name for name, v in own[::-1] if not np.isfinite(v))")]),
+    "a Space with the card's base model, not the user's": Mutation("tests/extras/test_space.py", [
+        Change("extras/space", "space_facts", 'base_model or header.get("base_model")',
+               'header.get("base_model") or base_model')]),
+    "a Space with the published sizes, not the trained ones": Mutation(
+        "tests/extras/test_space.py", [
+        Change("extras/space", "space_facts", 'info.get("control_area") or variant.control_area',
+               "variant.control_area")]),
+    "files of others are replaced by a Space": Mutation("tests/extras/test_space.py", [
+        Change("extras/space", "check_own", "file.exists() and MARK not in", "False and MARK not in")]),
+    # --- edits
+    "a user's change of the scheduler loses to the schedule": Mutation("tests/test_predict.py", [
+        Change("predict", "_sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
+    "predict without the mean of the adapter": Mutation("tests/evaluation/test_evaluate.py", [
+        Change("predict", "_saved_weights", "return self.adapters.ema_weights()",
+               "return nullcontext()")]),
+    # --- trainer and its parts
+    "the last good checkpoint is pruned after skipped steps": Mutation(
+        "tests/training/test_stopping.py::"
+        "test_it_stops_after_several_in_a_row_with_the_last_good_state", [
+        Change("trainer", "QwenImageEditTrainer.prune_checkpoints",
+               "self.finite is None or not self.finite.row", "True")]),
+    "a resumed run warms up again": Mutation(
+        "tests/training/test_stopping.py::"
+        "test_a_resume_brings_back_every_fact_of_the_run_and_takes_the_optimizers_new_settings", [
+        Change("trainer", "QwenImageEditTrainer.configure_schedule",
+               "s.max_steps, s.global_step", "s.max_steps, 0")]),
+    "a quantization taken back on the trainer stays planned": Mutation("tests/test_trainer.py", [
+        Change("training/attributes", "RunAttributes.quantize",
+               'self.components.quantize["transformer"] or "none"',
+               'self.components.quantize["transformer"]')]),
+    "a cache folder set on the trainer is ignored": Mutation("tests/test_cache.py", [
+        Change("training/attributes", "RunAttributes.cache_dir", "self.data.cache_dir = value", "pass")]),
+    "the hours of earlier sessions are forgotten": Mutation(
+        "tests/training/test_stopping.py::"
+        "test_a_resume_brings_back_every_fact_of_the_run_and_takes_the_optimizers_new_settings", [
+        Change("training/callbacks", "RunState.restore", 'was.get("seconds", 0.)', "0.")]),
+    "every step of a due epoch is evaluated": Mutation(
+        "tests/evaluation/test_evaluate.py::"
+        "test_evaluations_are_due_at_steps_epochs_and_the_end", [
+        Change("training/callbacks", "due", "state.epoch_ended and bool(epochs)", "bool(epochs)")]),
+    "adafactor scales the configured rate": Mutation("tests/training/test_optimizer.py", [
+        Change("training/optimizers/adafactor", "Adafactor.make", "scale_parameter=False",
+               "scale_parameter=True")]),
+    "adafactor planned with a number for each weight": Mutation(
+        "tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
+        Change("training/optimizers/adafactor", "Adafactor.state_bytes",
+               "sum(shape)", "len(shape) * math.prod(shape)")]),
+    "adamw with torch's own betas": Mutation(
+        "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
+        Change("training/optimizers/adamw", "AdamW.make", "**moments(settings), fused=True",
+               "lr=settings.lr, fused=True")]),
+    "adamw planned with one moment": Mutation(
+        "tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
+        Change("training/optimizers/adamw", "AdamW.state_bytes", "8 * math.prod(shape)",
+               "4 * math.prod(shape)")]),
+    "adamw8bit with its own settings": Mutation(
+        "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
+        Change("training/optimizers/adamw8bit", "AdamW8bit.make", "**moments(settings)",
+               "lr=settings.lr")]),
+    "small tensors planned in eight bits": Mutation(
+        "tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
+        Change("training/optimizers/adamw8bit", "AdamW8bit.state_bytes", "n >= 4096", "n >= 1")]),
+    "an optimizer that cannot run is found in the first step": Mutation(
+        "tests/training/test_optimizer.py::test_unavailable_optimizers_are_refused", [
+        Change("training/optimizers/known", "check_optimizer",
+               "OPTIMIZERS[settings.name].check(settings, device)", "pass")]),
+    "adamw whatever is configured": Mutation(
+        "tests/training/test_optimizer.py::test_each_setting_reaches_the_optimizer", [
+        Change("training/optimizers/known", "make_optimizer",
+               "OPTIMIZERS[settings.name].make(params, settings)",
+               'OPTIMIZERS["adamw"].make(params, settings)')]),
+    "prodigy with the rate of another optimizer": Mutation(
+        "tests/training/test_optimizer.py::test_unavailable_optimizers_are_refused", [
+        Change("training/optimizers/prodigy", "Prodigy.check", "0.1 <= settings.lr <= 10",
+               "settings.lr <= 10")]),
+    "prodigy planned without the start": Mutation(
+        "tests/planning/test_training_memory.py::test_adapter_gradient_and_optimizer_bytes", [
+        Change("training/optimizers/prodigy", "Prodigy.state_bytes", "12 if zero else 16", "12")]),
+    "steps that are asked for lose to the schedule": Mutation("tests/lora/test_mixing.py", [
+        Change("training/run_adapters", "RunAdapters.sampling",
+               "s.steps if steps is None else steps", "s.steps")]),
+    "edits at other sizes than the adapter's": Mutation("tests/lora/test_adapters.py", [
+        Change("training/run_adapters", "RunAdapters.geometry", "self.components.areas | own",
+               "self.components.areas")]),
+    "a stop between two messages is lost": Mutation(
+        "tests/training/test_run_processes.py::test_a_stop_between_two_messages_is_passed_on", [
+        Change("training/run_processes", "take_state", 'if m["stop"]: s.stop = m["stop"]',
+               's.stop = m["stop"]')]),
+    "a stop is sent again and again": Mutation(
+        "tests/training/test_run_processes.py::test_a_stop_between_two_messages_is_passed_on", [
+        Change("training/run_processes", "Watched.pass_on", 'not in ("", "done", self.asked)',
+               'not in ("", "done")')]),
+    "skipped samples count as cached": Mutation(
+        "tests/training/test_run_processes.py::test_the_reports_of_processes_are_added_up", [
+        Change("training/run_processes", "sum_reports",
+               'first["samples"] - encoded - len(skipped)', 'first["samples"] - encoded')]),
+    "control images without rows of the table": Mutation("tests/models/test_modulation.py", [
+        Change("training/run_table", "RunTable._training_sets",
+               "control | {training_times(dtype): label}", "{training_times(dtype): label}")]),
+    "a table although its layers are trained": Mutation("tests/models/test_modulation.py", [
+        Change("training/run_table", "RunTable.why_layers", "if trained", "if False")]),
+    "a sink by name replaces the one of its class": Mutation("tests/test_extensions.py", [
+        Change("training/sinks/base", "Sink.__init_subclass__", 'cls.__dict__.get("key")',
+               "cls.key")]),
+    "a sink's key is no value of the setting": Mutation("tests/test_extensions.py", [
+        Change("training/sinks/base", "Sink.__init_subclass__", 'register("sink", cls.key)', "pass")]),
+    "the last row before a resume is lost": Mutation(
+        "tests/test_logging.py::test_logs_of_resumed_and_new_runs", [
+        Change("training/sinks/event_files", "EventFiles.open", "purge_step=n + 1 if n else None",
+               "purge_step=n if n else None")]),
+    "a new run's curves go on from the old ones": Mutation(
+        "tests/test_logging.py::test_logs_of_resumed_and_new_runs", [
+        Change("training/sinks/event_files", "EventFiles.open", "move_old_events(folder)", "pass")]),
+    "numbers go to another tracker": Mutation("tests/test_logging.py", [
+        Change("training/sinks/tracker", "Tracker.open", "a.trackers[-1]", "a.trackers[0]")]),
+    "a tracker without the options of the user": Mutation(
+        "tests/test_logging.py::test_tracker_gets_numbers_images_captions_and_options", [
+        Change("training/sinks/tracker", "Tracker.open", "c.tracker_options.get(self.name, {})", "{}")]),
+    # --- evaluation
+    "the worst checkpoint is marked as the best": Mutation(
+        "tests/evaluation/test_evaluate.py::test_the_command_prints_numbers_and_a_table", [
+        Change("evaluation/compare", "table",
+               'min(results, key=lambda result: result["held_out_loss"])',
+               'max(results, key=lambda result: result["held_out_loss"])')]),
+    "changes counted from the first column, not from the model's own": Mutation(
+        "tests/evaluation/test_compare.py", [
+        Change("evaluation/compare", "Comparison.__init__",
+               "next((k for k, c in enumerate(columns) if c.bare), 0)", "0")]),
+    "images of another schedule are compared": Mutation(
+        "tests/evaluation/test_eval_schedule.py::"
+        "test_images_of_another_schedule_are_not_compared", [
+        Change("evaluation/evaluate", "image_distances",
+               "not same or not now.keys() <= before.keys()", "not now.keys() <= before.keys()")]),
+    "a stop in an evaluation is not repeated on resume": Mutation(
+        "tests/evaluation/test_evaluate.py::test_a_stop_interrupts_an_evaluation", [
+        Change("evaluation/evaluate", "evaluate", "t.global_step, name", 't.global_step, ""')]),
+    "an uncertain use of the control images is an alarm": Mutation(
+        "tests/evaluation/test_evaluate.py::"
+        "test_an_uncertain_use_of_the_control_images_is_news", [
+        Change("evaluation/evaluate", "first_advice", '("rises", "unknown")', '("rises",)')]),
 }

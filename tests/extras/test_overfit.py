@@ -146,3 +146,18 @@ def test_bad_input_is_one_sentence(pairs, tmp_path, temporary, capsys):
         assert said in error
         assert error.count("\n") == 1
         assert error.startswith("qie-nb check: ")
+
+
+def test_what_is_judged_has_its_captions_and_no_edit_mask(tmp_path, monkeypatch):
+    "Whatever a training step drops; else the loss before and after would be of other prompts."
+    config = make_config(photos(tmp_path, train=dict(eval_num_inference_steps=2)))
+    config.data.caption_dropout_rate = 1.
+    t = QwenImageEditTrainer(config)
+    data, _ = overfit._chosen(config, 2)
+    monkeypatch.setattr(overfit, "is_available", lambda *names: False)
+    watch = overfit._Measure(data, tmp_path, 2)
+    watch.prepare(t)
+    judged = watch.judged
+    assert not any(judged.dropped(i) for i in range(len(judged)))
+    assert all(data.dropped(i) for i in range(len(data)))
+    assert judged.config.edit_mask == "none"

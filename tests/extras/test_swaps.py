@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qie_nb.extras.diagnostics import control_test, swap_test
+from qie_nb.evaluation.validation_loss import Interval
+from qie_nb.extras.diagnostics import ControlTest, SwapTest, control_test, swap_test
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import random_lora, settings
 
@@ -42,3 +43,21 @@ def test_a_control_test_takes_pairs_of_one_size(pairs, tmp_path):
     trainer = QwenImageEditTrainer(settings(root, tmp_path))
     assert control_test(trainer, 5).pairs == control_test(trainer, 3).pairs == 3
     with pytest.raises(ValueError, match="at least 3 pairs of equal sizes with different control images, got 2"): control_test(trainer, 2)
+
+
+def test_what_is_uncertain_is_no_use_of_the_control_images():
+    "The mean alone would be a false all-clear."
+    own, others = Interval(0.5, 0.4, 0.6), Interval(0.51, 0.4, 0.6)
+    assert ControlTest(own, others, Interval(0.01, -0.02, 0.04), 5).verdict == "not used"
+    assert ControlTest(own, others, Interval(0.01, 0.005, 0.02), 5).verdict == "used"
+
+
+def test_two_directions_that_fit_cannot_be_told_apart():
+    "The instruction gains in both; also if it gains more in one."
+    gains, more = Interval(0.2, 0.1, 0.3), Interval(0.5, 0.4, 0.6)
+    nothing, difference = Interval(0., -0.1, 0.1), Interval(0.3, 0.2, 0.4)
+    back = Interval(-0.3, -0.4, -0.2)
+    assert SwapTest(more, gains, difference, 5).verdict == "cannot tell"
+    assert SwapTest(gains, more, back, 5).verdict == "cannot tell"
+    assert SwapTest(more, nothing, difference, 5).verdict == "right"
+    assert SwapTest(nothing, more, back, 5).verdict == "swapped"

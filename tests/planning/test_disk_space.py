@@ -159,3 +159,12 @@ def test_a_session_of_kaggle_keeps_quantized_copies_and_one_file_at_a_time(tmp_p
     made, _ = planned()
     assert set(made) == {"download vae", "quantized text_encoder", "largest file"}
     assert made["largest file"] == 4_970_000_000
+
+
+def test_a_checkpoint_has_the_mean_of_the_adapter_too(tmp_path):
+    def planned(**train):
+        c = make_config(settings(tmp_path, tmp_path, train=train) | REAL)
+        return disk.checkpoint_bytes(memory_query(c, model_facts("2511")[0]))
+    adapter = disk.run_items(make_config(settings(tmp_path, tmp_path) | REAL),
+                             memory_query(make_config(REAL), model_facts("2511")[0]))[1].bytes
+    assert planned(ema_decay=0.9) - planned() == pytest.approx(adapter, rel=0.02)

@@ -13,6 +13,9 @@ from qie_nb import cli
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.core.environment import Environment
+from qie_nb.data import alignment_check
+from qie_nb.data.alignment_check import check_pair
+from qie_nb.data.samples import find_samples
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.planning import doctor as doctor_module, facts as planned
 from qie_nb.planning.cards import plan
@@ -429,3 +432,18 @@ def test_command(machine, real, tmp_path, monkeypatch, capsys):
     assert cli.main(["doctor", "--config", str(file)]) == 1 and "no kernels for sm 6.0" in capsys.readouterr().out
     monkeypatch.setattr(doctor_module, "this_machine", lambda internet=True: machine)
     assert cli.main(["doctor"]) == 0 and "Ready to run" in capsys.readouterr().out
+
+
+def test_alignment_is_judged_by_pairs_of_the_whole_data_set(tmp_path):
+    "The last ones of twelve, too."
+    root = write_pairs(tmp_path/"set", ((32, 32),) * 12)
+    samples = find_samples(root)
+    seen = []
+    def check(sample):
+        seen.append(sample.id)
+        return check_pair(sample)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(alignment_check, "check_pair", check)
+        found = doctor_module.alignment_findings(samples)
+    assert len(seen) == 8 and seen[0] == samples[0].id and seen[-1] == samples[-1].id
+    assert "8 of 12 pairs looked at" in found[0].value

@@ -9,8 +9,8 @@ import yaml
 from qie_nb.cli import main
 from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.config import make_config
-from qie_nb.planning.memory import MemoryQuery, memory_query, model_facts
-from qie_nb.planning.cards import step_seconds
+from qie_nb.planning.memory import MemoryQuery, memory_of, memory_query, model_facts
+from qie_nb.planning.cards import run_seconds, step_seconds
 from qie_nb.planning.cards import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
 
 SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
@@ -171,3 +171,30 @@ def test_the_table_of_cards(capsys):
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 6 and all(r.count("|") == 6 for r in rows)
     assert "4-bit weights, both GPUs at once, 12 GB on each | 66 min" in rows[2]
+
+
+def test_each_control_image_of_a_pair_counts():
+    one, two = (plan("2511", "RTX 4090", 512, controls=n).asked for n in (1, 2))
+    assert two.query.control == 2 * one.query.control
+    assert two.total > one.total
+
+
+def test_each_process_pins_host_memory_of_its_own():
+    p = plan("2511", "2xT4", 512)
+    step = memory_of(replace(p.chosen.query, block_swap=True, quantization=None, fp16=False))
+    assert step.query.processes == 2 and step.host > 1e10
+    roomy = replace(p, gpu=replace(p.gpu, bytes=10**12), host=2 * step.host)
+    assert roomy.fits(step)
+    assert not replace(roomy, host=1.5 * step.host).fits(step)
+
+
+def test_a_batch_takes_its_time_once_for_all_its_samples():
+    def seconds(batch):
+        asked = plan("2511", "RTX 4090", 512, config=dict(data=dict(batch_size=batch))).asked
+        return run_seconds(asked.query, "RTX 4090", 800)
+    assert 0.8 * seconds(1) < seconds(4) < 1.2 * seconds(1)
+
+
+def test_block_swap_takes_time():
+    q = replace(plan("2511", "RTX 4090", 512).asked.query, checkpointing=True, compiled=False)
+    assert step_seconds(replace(q, block_swap=True), "RTX 4090") > 1.05 * step_seconds(q, "RTX 4090")

@@ -15,7 +15,8 @@ from qie_nb.lora.formats import lora_info
 from qie_nb.devices import edit_model
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.checkpoint import complete_checkpoints
-from qie_nb.training.run_processes import job_config, processes_to_start
+from qie_nb.training.run_processes import (
+    Watched, job_config, processes_to_start, state_message, sum_reports)
 
 from helpers import PATIENCE, OnStep, finish, slow, on_call, settings, wait_for, write_pairs
 
@@ -430,3 +431,29 @@ def test_a_quantization_that_was_set_on_the_trainer_is_handed_to_the_processes(c
 def test_a_started_process_starts_no_others(config):
     t = QwenImageEditTrainer(config("out", num_processes=2))
     assert job_config(t)["train"]["num_processes"] == 1
+
+
+def test_a_stop_between_two_messages_is_passed_on(config):
+    "A message that the processes sent before they heard of it must not take it back; it is sent once."
+    t = QwenImageEditTrainer(config("out"))
+    sent = []
+    watched = Watched(t, SimpleNamespace(command=sent.append), None)
+    before = dict(event="on_step_end", state=state_message(t))
+    watched.take(before)
+    watched.pass_on()
+    assert not sent
+    t.state.stop = "interrupted" # as a signal's handler does
+    watched.take(before)
+    watched.pass_on()
+    watched.pass_on()
+    assert t.state.stop == "interrupted" and sent == ["interrupted"]
+
+
+def test_the_reports_of_processes_are_added_up():
+    def report(encoded, seconds):
+        return dict(samples=9, encoded=encoded, tensors=2 * encoded, bytes=10 * encoded, seconds=seconds,
+                    skipped=[["0001", "cannot be read"]], bad=[])
+    made = sum_reports([report(3, 1.), report(2, 4.)])
+    assert (made.samples, made.encoded, made.reused) == (9, 5, 3)
+    assert (made.tensors, made.bytes, made.seconds) == (10, 50, 4.)
+    assert made.skipped == [("0001", "cannot be read")], "both have seen it"
