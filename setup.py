@@ -43,7 +43,7 @@ setup(
     keywords=cfg["keywords"].split(),
     packages=find_packages(include=["qie_nb", "qie_nb.*"]),
     include_package_data=True,
-    package_data={"qie_nb": ["assets/**/*", "extras/*.json"]},
+    package_data={"qie_nb": ["py.typed", "assets/**/*", "extras/*.json"]},
     python_requires=">=" + cfg["min_python"],
     install_requires=requirements,
     extras_require={"dev": [*cfg["dev_requirements"].split(), *optional], **extras},

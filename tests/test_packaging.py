@@ -125,12 +125,14 @@ def test_each_asset_is_packed(setup_arguments):
     packed = {path for pattern in patterns for path in (ROOT/"qie_nb").glob(pattern) if path.is_file()}
     assets = {path for path in (ROOT/"qie_nb"/"assets").rglob("*") if path.is_file()}
     templates = {ROOT/"qie_nb"/"extras"/f"comfyui_{name}.json" for name in ("edit", "text_to_image")}
-    assert assets and packed == assets | templates
+    marker = ROOT/"qie_nb"/"py.typed" # type checkers read the annotations of an installed package
+    assert assets and packed == assets | templates | {marker}
     assert {photo_folder(split)/name for split in ("train", "held_out") for name in PHOTOS[split]} <= assets
     others = [path for path in (ROOT/"qie_nb").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
     assert {*others} == packed, "each file of the package that is no module is packed"
     included = (ROOT/"MANIFEST.in").read_text()
     assert "recursive-include qie_nb/assets *" in included and "recursive-include qie_nb/extras *.json" in included
+    assert "include qie_nb/py.typed" in included
 
 
 # ---- the archives (weekly) ----

@@ -188,6 +188,21 @@ def test_dead_links_of_the_site_are_found(tmp_path):
     assert website.dead_links(tmp_path) == ["a.html: b/index.html#gone", "a.html: no.png"]
 
 
+def test_the_tour_says_where_to_look():
+    "Each name of its last section is defined by the module of the notebook that is linked beside it."
+    cells = json.loads((ROOT/"nbs"/"index.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    section = next(text for text in texts if text.startswith("## Where to look"))
+    tasks = re.split(r"^- ", section, flags=re.M)[1:]
+    assert len(tasks) == 5
+    for task in tasks:
+        linked = re.findall(r"\]\(([^)]+)\),\s+`([A-Za-z_]+)", task)
+        assert linked, task
+        for notebook, name in linked:
+            source = (ROOT/"nbs"/notebook).read_text()
+            assert re.search(rf"(def|class) {name}\b", source), f"{notebook} does not define {name}"
+
+
 # --- words
 def words(text:str, generated:bool=True) -> int:
     "As `wc -w` counts; without `generated`, what scripts write between their marks does not count."
