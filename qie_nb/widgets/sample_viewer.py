@@ -24,8 +24,8 @@ from ..data.pair_checks import (
 from ..data.samples import Sample, add_trigger
 from ..data.tables import text_of
 from qie_nb.widgets.sample_page import (
-    AT_A_GLANCE, PairGrid, _figure, _opened, _size, bad_entries, components_of, dataset_of, decoded,
-    known_geometry, masked_image, pair_grid, pairs_html, sample_html, sample_info,
+    AT_A_GLANCE, PairGrid, bad_entries, components_of, dataset_of, decoded, figure_html,
+    image_or_problem, known_geometry, masked_image, pair_grid, pairs_html, pixels_text, sample_html, sample_info,
     thumbnails_html)
 
 
@@ -157,7 +157,7 @@ class SampleBrowser:
         named: dict[tuple, str] = {} # by sizes
         for i, sizes in enumerate(self.dataset.sizes):
             if sizes not in named:
-                named[sizes] = "bucket " + " + ".join(map(_size, self.dataset.bucket(i)))
+                named[sizes] = "bucket " + " + ".join(map(pixels_text, self.dataset.bucket(i)))
             found.setdefault(named[sizes], []).append(i)
         order = sorted(found, key=lambda name: -len(found[name]))
         shown = {name: found[name] for name in order[:most]}
@@ -379,7 +379,8 @@ class SampleBrowser:
         near = self.partners()
         if not near:
             return ""
-        small = [_figure(_opened(s.target, None), f"{s.id}: {what}", 90) for s, what in near[:3]]
+        small = [figure_html(image_or_problem(s.target, None), f"{s.id}: {what}", 90)
+                 for s, what in near[:3]]
         return f"<div>near duplicates: {len(near)}</div>{''.join(small)}"
 
 
