@@ -261,7 +261,8 @@ def numbers_html(
     "The table of numbers; a row without a value is left out."
     held_out = _four_digits(d["held_out_loss"])
     if len(d["held_out"]) > 1:
-        held_out += f" (first {_four_digits(d['held_out'][0][1])})"
+        first = d["held_out"][0][1]
+        held_out += f" (first {_four_digits(first)})"
     time_left = ""
     if not d["ended"] and d["seconds_left"] is not None:
         time_left = "about " + short_time(d["seconds_left"])

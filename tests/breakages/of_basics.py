@@ -471,5 +471,5 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/widgets/test_training_panel.py::"
         "test_the_held_out_loss_is_the_last_one_beside_the_first", [
         Change("widgets/training_panel", "numbers_html",
-               "d['held_out'][0][1]", "d['held_out'][-1][1]")]),
+               'first = d["held_out"][0][1]', 'first = d["held_out"][-1][1]')]),
 }
