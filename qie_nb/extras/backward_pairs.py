@@ -10,7 +10,7 @@ __all__ = ['COARSE', 'LEAST_LIKENESS', 'LEAST_CHANGE', 'RECORD', 'REJECTED', 'li
 from collections import Counter
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,6 +24,10 @@ from ..data.images import crop_to, open_image, source_digest
 from ..data.listing import is_image
 from ..evaluation.eval_images import drift_of, image_error, luma, place_text
 from .diagnostics import SwapTest, swap_test
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 
 # %% ../../nbs/extras/06_backward_pairs.ipynb #de07cd90
 COARSE = 16 # blocks along a side, of 8 x 8 pixels, in which edges are compared
@@ -204,9 +208,8 @@ def _direction(
 ) -> SwapTest:
     "Does the instruction fit from the image before to the image after, rather than back?"
     data = trainer.config.data
-    sizes = dict(image_size=data.image_size, crop=data.crop, control_area=data.control_area,
-                 vl_area=data.vl_area)
-    own = DataSection(dataset_path=str(out), **sizes)
+    own = DataSection(dataset_path=str(out), image_size=data.image_size, crop=data.crop,
+                      control_area=data.control_area, vl_area=data.vl_area)
     config = trainer.config.model_copy(update=dict(data=own))
     return swap_test(trainer, n, data=ImageDataset(config))
 

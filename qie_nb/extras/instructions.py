@@ -12,7 +12,7 @@ __all__ = ['HOW', 'MOST_TOKENS', 'MOST_ASKED', 'LONGEST', 'PLACEHOLDER', 'JOURNA
 import json, re
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -27,6 +27,10 @@ from ..data.listing import CAPTION_SUFFIXES
 from ..data.prompts import add_trigger
 from ..data.samples import config_samples
 from ..models.loading import UNUSED, device_of, source_checkpoint, weight_files
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 
 # %% ../../nbs/extras/05_instructions.ipynb #aee9f9b0
 HOW = ("each", "one", "details")
@@ -140,7 +144,9 @@ def check_head(
                      f"it cannot write; give a folder with it, e.g. {other}, as "
                      "`model.pretrained_model_name_or_path`")
 
-def add_head(model:torch.nn.Module):
+def add_head(
+    model:Any, # a text encoder of transformers
+):
     "Give an empty text encoder its last layer; the loader then reads its weights."
     text = model.config.get_text_config()
     with torch.device("meta"):
@@ -166,8 +172,8 @@ def writing_model(
         parts.drop("text_encoder")
 
 def answers(
-    model:torch.nn.Module,
-    processor:object, # Qwen2VLProcessor
+    model:Any, # a text encoder of transformers, with its last layer
+    processor:Any, # Qwen2VLProcessor
     texts:list, # B of `chat`
     image_sets:list, # B lists of PIL images
 ) -> list: # B strings
@@ -356,7 +362,7 @@ def write_instructions(
     check_asked(how, prefix, batch_size)
     data = trainer.config.data
     pairs = pairs_of(data)
-    folder = path_from(data.dataset_path, "`data.dataset_path`").absolute()
+    folder = path_from(str(data.dataset_path), "`data.dataset_path`").absolute()
     outside = [p.file for p in pairs if not p.file.absolute().is_relative_to(folder)]
     if outside:
         raise ValueError(f"{str(outside[0])!r} is outside of the data set {str(folder)!r}; copy its images there")

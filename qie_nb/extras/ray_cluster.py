@@ -7,12 +7,12 @@ __all__ = ['KEPT', 'import_ray', 'share_machines', 'Worker', 'describe_job', 'Ra
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #1533bc67
 import json, logging as _logging, os, secrets, socket, sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-
-from fastcore.basics import patch
+from typing import TYPE_CHECKING, Any
 
 from ..cache import identity_id
 from ..core.display import Progress
@@ -23,106 +23,153 @@ from ..encoding.encoder import Encoder
 from ..encoding.jobs import count_samples, incomplete, plan_encoding, tasks_of
 from ..encoding.precompute import Report, fill_cache, scan_cache
 
+if TYPE_CHECKING:
+    from qie_nb.data.dataset import ImageDataset
+
+
 # %% ../../nbs/extras/00_ray_cluster.ipynb #9e714393
-def import_ray(own=False): # for a cluster that this process starts?
+def import_ray(
+    own:bool=False, # for a cluster that this process starts?
+) -> Any:
     "The module. Raises ValueError if it is not installed."
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if own and not {"ray", "RAY_AUTH_MODE"} & {*sys.modules, *os.environ}: # read once, when it is imported
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    try: import ray, ray.data
+    try:
+        import ray, ray.data
     except ImportError as e:
         raise ValueError(f"a cluster needs Ray and its data library; pip install 'qie_nb[ray]' ({e})") from None
     return ray
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #13b6cc4d
 def share_machines(
-    machines, workers:int|None=None, gpus:float|None=None, # {"CPU": n, "GPU": n} of each; as in `RayCluster`
-) -> tuple: # (workers, CPUs of each, GPUs of each)
-    "Raises ValueError if no machine has what a worker needs."
+    machines:Iterable[dict], # {"CPU": n, "GPU": n} of each
+    workers:int|None=None, # this and the next as in `RayCluster`
+    gpus:float|None=None,
+) -> tuple[int, float, float]: # workers, CPUs of each, GPUs of each
+    "How machines are divided among workers. Raises ValueError if no machine has what a worker needs."
     machines = [m for m in machines if m.get("CPU", 0) >= 1]
     most = max((m.get("GPU", 0) for m in machines), default=0)
     if not machines: raise ValueError("the Ray cluster has no machine with a CPU; start one with `ray start`")
-    if gpus is None: gpus = min(1, most)
+    if gpus is None:
+        gpus = min(1, most)
     if gpus > most:
         raise ValueError(f"`gpus` must be at most {most:g}, the GPUs of the largest machine in the Ray "
                          f"cluster, got {gpus:g}")
     fit = sum(int(m.get("GPU", 0) / gpus) if gpus else 1 for m in machines)
-    if workers is None or gpus and workers > fit: workers = fit
+    if workers is None or gpus and workers > fit:
+        workers = fit
     cpus = min(m["CPU"] for m in machines) / -(-workers // len(machines)) # of as many as are on one machine
     return workers, int(cpus) or int(100 * cpus) / 100, gpus
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #609bc693
 class Worker:
     "Encodes samples on a machine of the cluster."
-    def __init__(self, job:dict): # made by `describe_job`
-        self.job, self.encoder = job, None
+    def __init__(self,
+        job:dict, # of `describe_job`
+    ):
+        self.job = job
+        self.encoder: Encoder|None = None
 
-    def __call__(self, batch) -> dict: # {"done": JSON of each task}
+    def __call__(self,
+        batch:dict, # {"task": JSON of each task}
+    ) -> dict: # {"done": JSON of each task}
+        "Do some tasks, as Ray Data calls it."
         return dict(done=[json.dumps(self.do(*json.loads(task))) for task in batch["task"]])
 
-    def do(self, number:int, samples:list) -> dict: # the report, or an error
-        told, Progress.tell = Progress.tell, lambda *what: None
-        mark, said = None, dict(host=socket.gethostname(), samples=len(samples))
+    def do(self,
+        number:int, # of the task
+        samples:list[int], # positions in the data set
+    ) -> dict: # the report, or an error
+        "Encode some samples."
+        tell = Progress.tell
+        Progress.tell = _tell_nothing
+        mark = None
+        facts = dict(host=socket.gethostname(), samples=len(samples))
         try:
-            if self.encoder is None: self.encoder = self.setup()
+            if self.encoder is None:
+                self.encoder = self.setup()
             mark = Path(f"{self.job['mark']}t{number}.tmp")
             died = self.attempt(mark, samples)
-            return said | dict(report=vars(self.encode(samples)), died=died)
+            return facts | dict(report=vars(self.encode(self.encoder, samples)), died=died)
         except Exception as e:
-            kind = next((k.__name__ for k in OURS if isinstance(e, k)), "RuntimeError")
-            return said | dict(error=kind, text=str(e) if raised_by_us(e) else f"{type(e).__name__}: {e}")
+            kind = next((kind.__name__ for kind in OURS if isinstance(e, kind)), "RuntimeError")
+            return facts | dict(error=kind, text=str(e) if raised_by_us(e) else f"{type(e).__name__}: {e}")
         finally:
-            Progress.tell = told
-            if mark is not None: mark.unlink(missing_ok=True)
+            Progress.tell = tell
+            if mark is not None:
+                mark.unlink(missing_ok=True)
 
-@patch
-def attempt(self:Worker, mark:Path, samples, most=3) -> list: # hosts on which a worker died with this task
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    with open(mark, "a") as f: print(socket.gethostname(), file=f)
-    *died, _ = mark.read_text().split()
-    if len(died) < most: return died
-    names = ", ".join(repr(self.job["dataset"].samples[i].id) for i in samples)
-    raise ChildProcessError(f"{most} workers died while they encoded {names} (on {', '.join(died)}); the system "
-                            "kills a process when host memory runs out: use fewer workers per machine, or "
-                            "remove these samples")
+    def attempt(self,
+        mark:Path, # a file with a line of each attempt
+        samples:list[int],
+        most:int=3,
+    ) -> list[str]: # hosts on which a worker died with this task
+        "Count an attempt. Raises ChildProcessError if too many workers died."
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        with open(mark, "a") as f:
+            print(socket.gethostname(), file=f)
+        *died, _ = mark.read_text().split()
+        if len(died) < most: return died
+        names = ", ".join(repr(self.job["dataset"].samples[i].id) for i in samples)
+        raise ChildProcessError(f"{most} workers died while they encoded {names} (on {', '.join(died)}); the system "
+                                "kills a process when host memory runs out: use fewer workers per machine, or "
+                                "remove these samples")
 
-# %% ../../nbs/extras/00_ray_cluster.ipynb #634a9d6c
-@patch
-def setup(self:Worker) -> Encoder:
-    "The encoder. Raises ValueError or FileNotFoundError if this machine differs from the driver's."
-    job, dataset = self.job, self.job["dataset"]
-    with suppress(OSError): os.chdir(job["folder"]) # for relative paths
-    devices = {k: local_device(d) for k, d in job["devices"].items()}
-    encoder = Encoder(EditModel(**job["model"]), dataset.cache, **devices, **job["encoder"])
-    mine, wanted = encoder.identity, job["identity"]
-    if identity_id(mine) != identity_id(wanted):
-        differ = ", ".join(f"{k} {mine.get(k)}, not {v}" for k, v in wanted.items() if mine.get(k) != v)
-        raise ValueError(f"the encoders differ from those where the job was started ({differ}); use the same "
-                         "model and library versions on all machines")
-    if identity_id(wanted) not in dataset.cache.identities():
-        raise FileNotFoundError(f"cache {str(dataset.cache.cache_dir)!r} is not the one that the job fills; "
-                                "mount the same folder on all machines, under the same path")
-    dataset.refresh(wanted)
-    return encoder
+    def setup(self) -> Encoder:
+        "The encoder. Raises ValueError or FileNotFoundError if this machine differs from the driver's."
+        job = self.job
+        dataset = job["dataset"]
+        with suppress(OSError): # for relative paths
+            os.chdir(job["folder"])
+        devices: dict[str, Any] = {name: local_device(device) for name, device in job["devices"].items()}
+        encoder = Encoder(EditModel(**job["model"]), dataset.cache, **devices, **job["encoder"])
+        mine = encoder.identity
+        wanted = job["identity"]
+        if identity_id(mine) != identity_id(wanted):
+            differ = ", ".join(f"{key} {mine.get(key)}, not {value}"
+                               for key, value in wanted.items() if mine.get(key) != value)
+            raise ValueError(f"the encoders differ from those where the job was started ({differ}); use the same "
+                             "model and library versions on all machines")
+        if identity_id(wanted) not in dataset.cache.identities():
+            raise FileNotFoundError(f"cache {str(dataset.cache.cache_dir)!r} is not the one that the job fills; "
+                                    "mount the same folder on all machines, under the same path")
+        dataset.refresh(wanted)
+        return encoder
 
-@patch
-def encode(self:Worker, samples) -> Report:
-    dataset, encoder, report, stored = self.job["dataset"], self.encoder, Report(), self.encoder.stored
-    missing = scan_cache(dataset, samples, False, report)
-    if len(samples) > 1 and len(report.skipped) == len(samples):
-        raise FileNotFoundError(f"none of {len(samples)} samples can be read: {report.skipped[0][1]}")
-    report.elsewhere = sum(not names for names in missing.values())
-    work = incomplete(plan_encoding(dataset, missing, encoder.batch_size))
-    if work:
-        encoder.load_encoders([t for group in work for item in group for t in item.tensors])
-        fill_cache(dataset, encoder, work, report, self.job["prefetch"])
-    report.tensors = encoder.stored - stored
-    return report
+    def encode(self,
+        encoder:Encoder,
+        samples:list[int],
+    ) -> Report:
+        "Encode what is missing of some samples. Raises FileNotFoundError if none can be read."
+        dataset = self.job["dataset"]
+        report = Report()
+        stored = encoder.stored
+        missing = scan_cache(dataset, samples, False, report)
+        if len(samples) > 1 and len(report.skipped) == len(samples):
+            raise FileNotFoundError(f"none of {len(samples)} samples can be read: {report.skipped[0][1]}")
+        report.elsewhere = sum(not names for names in missing.values())
+        work = incomplete(plan_encoding(dataset, missing, encoder.batch_size))
+        if work:
+            encoder.load_encoders([t for group in work for item in group for t in item.tensors])
+            fill_cache(dataset, encoder, work, report, self.job["prefetch"])
+        report.tensors = encoder.stored - stored
+        return report
+
+def _tell_nothing(*what):
+    "Show no progress."
+
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #6dcf1ab3
-def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices: arguments of `Encoder`
+def describe_job(
+    dataset:"ImageDataset",
+    encoder:Encoder,
+    prefetch:int=4, # batches that are read ahead
+    devices:dict|None=None, # arguments of `Encoder`
+) -> dict:
     "What a worker needs to know."
-    c, light = encoder.components, copy(dataset)
+    c = encoder.components
+    light = copy(dataset)
     vars(light).update(found=None, _keys={}, _masks={}) # a worker makes its own
     model = dict(name=c.name, dtype=c.dtype, variant=c.variant.name, revision=c.revision, offload=c.offload,
                  quantize={k: c.quantize[k] for k in ["text_encoder"] if k in c.quantize}, release=c.release,
@@ -140,66 +187,97 @@ def describe_job(dataset, encoder, prefetch=4, devices=None) -> dict: # devices:
 @dataclass
 class RayCluster:
     "Machines that precompute together: `cache_embeddings(cluster=RayCluster())`."
-    address:str=None  # host:port, or auto for this machine's; default: RAY_ADDRESS, else a new one here
-    workers:int=None  # default: one per GPU; without GPUs one per machine
-    gpus:float=None   # of each worker, e.g. 0.5; default 1, without GPUs 0
+    address: str|None = None # host:port, or auto for this machine's; default: RAY_ADDRESS, else a new one here
+    workers: int|None = None # default: one per GPU; without GPUs one per machine
+    gpus: float|None = None  # of each worker, e.g. 0.5; default 1, without GPUs 0
 
     def __post_init__(self):
         for name, least in dict(workers=1, gpus=0).items():
-            if (v := getattr(self, name)) is not None and v < least:
-                raise ValueError(f"`{name}` must be {least} or more, got {v}")
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"`{name}` must be {least} or more, got {value}")
         self.address = self.address or os.environ.get("RAY_ADDRESS") or "local"
         import_ray(self.address == "local")
+
+    def encode_all(self,
+        dataset:"ImageDataset",
+        encoder:Encoder,
+        work:list, # of `plan_encoding`
+        report:Report, # gets what was done
+        prefetch:int, # batches that are read ahead
+        devices:dict|None=None, # as in `describe_job`
+    ):
+        "The work of `precompute`, shared."
+        job = describe_job(dataset, encoder, prefetch, devices)
+        with connected(self.address or "local") as ray:
+            machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+            workers, cpus, gpus = share_machines(machines, self.workers, self.gpus)
+            print(f"Ray: {workers} workers on {len(machines)} machines, {cpus:g} CPUs and {gpus:g} GPUs each")
+            bar = Progress(count_samples(work), "precompute")
+            tasks = [json.dumps(task) for task in enumerate(tasks_of(work, workers))]
+            for done in run_tasks(ray, Worker, job, tasks, workers, num_cpus=cpus, num_gpus=gpus):
+                if "error" in done:
+                    kind = next(kind for kind in (*OURS, RuntimeError) if kind.__name__ == done["error"])
+                    raise kind(f"on {done['host']}: {done['text']}. {KEPT}")
+                for host in done["died"]:
+                    print(f"a worker died on {host}; another one did its samples")
+                made = Report(**done["report"])
+                encoder.stored += made.tensors
+                report.encoded += made.encoded
+                report.elsewhere += made.elsewhere
+                report.skipped += map(tuple, made.skipped)
+                bar.update(done["samples"])
+            bar.close()
+
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #0b1a9d61
 KEPT = "What is encoded is kept; run it again to continue"
 
-def last_line(e) -> str: return (str(e).strip() or type(e).__name__).splitlines()[-1]
+def last_line(e:Exception) -> str:
+    "The last line of an error's text: Ray's errors begin with a traceback."
+    return (str(e).strip() or type(e).__name__).splitlines()[-1]
 
 @contextmanager
-def connected(address:str): # yields the module `ray`
+def connected(
+    address:str, # as in `RayCluster`, or local
+) -> Iterator[Any]: # the module `ray`
+    "Within, Ray is connected to a cluster; a connection of the user is used and kept."
     ray = import_ray()
-    if ray.is_initialized(): yield ray; return # by the user
+    if ray.is_initialized():
+        yield ray
+        return
     # 256 MB: only descriptions and reports travel
-    new = dict(include_dashboard=False, object_store_memory=256 << 20) if address == "local" else {}
-    try: ray.init(address=address, log_to_driver=False, logging_level="error", **new)
+    new: dict[str, Any] = dict(include_dashboard=False, object_store_memory=256 << 20) if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", **new)
     except Exception as e:
         raise ConnectionError(f"the Ray cluster {address!r} cannot be used: {last_line(e)}; `ray status` shows "
                               "whether it runs") from e
-    try: yield ray
-    finally: ray.shutdown()
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #0081371d
-@patch
-def encode_all(self:RayCluster, dataset, encoder, work, report, prefetch, devices=None):
-    "The work of `precompute`, shared; `devices` as in `describe_job`."
-    job = describe_job(dataset, encoder, prefetch, devices)
-    with connected(self.address) as ray:
-        machines = [m["Resources"] for m in ray.nodes() if m["Alive"]]
-        workers, cpus, gpus = share_machines(machines, self.workers, self.gpus)
-        print(f"Ray: {workers} workers on {len(machines)} machines, {cpus:g} CPUs and {gpus:g} GPUs each")
-        bar = Progress(count_samples(work), "precompute")
-        tasks = [json.dumps(task) for task in enumerate(tasks_of(work, workers))]
-        for done in run_tasks(ray, Worker, job, tasks, workers, num_cpus=cpus, num_gpus=gpus):
-            if "error" in done:
-                kind = next(k for k in (*OURS, RuntimeError) if k.__name__ == done["error"])
-                raise kind(f"on {done['host']}: {done['text']}. {KEPT}")
-            for host in done["died"]: print(f"a worker died on {host}; another one did its samples")
-            made = Report(**done["report"])
-            encoder.stored += made.tensors
-            report.encoded += made.encoded
-            report.elsewhere += made.elsewhere
-            report.skipped += map(tuple, made.skipped)
-            bar.update(done["samples"])
-        bar.close()
-
-def run_tasks(ray, Worker, job, tasks, workers, **resources): # yields what `Worker.do` returns
+def run_tasks(
+    ray:Any, # the module
+    worker:type[Worker],
+    job:dict, # of `describe_job`
+    tasks:list[str], # JSON
+    workers:int,
+    **resources:float, # of each worker, as Ray Data takes them
+) -> Iterator[dict]: # what `Worker.do` returns
     "Ray Data over a pool of actors; a task whose actor dies is done again."
     _logging.getLogger("ray.data").setLevel("ERROR")
-    data = ray.data.from_items([dict(task=t) for t in tasks], override_num_blocks=len(tasks))
-    data.context.enable_progress_bars = data.context.print_on_execution_start = False # ours is shown
+    data = ray.data.from_items([dict(task=task) for task in tasks], override_num_blocks=len(tasks))
+    data.context.enable_progress_bars = False # ours is shown
+    data.context.print_on_execution_start = False
     pool = ray.data.ActorPoolStrategy(size=min(workers, len(tasks)))
-    done = data.map_batches(Worker, fn_constructor_args=(job,), compute=pool, batch_size=1, **resources)
-    try: yield from (json.loads(row["done"]) for row in done.iter_rows())
+    done = data.map_batches(worker, fn_constructor_args=(job,), compute=pool, batch_size=1, **resources)
+    try:
+        for row in done.iter_rows():
+            yield json.loads(row["done"])
     except Exception as e: # e.g. a worker that cannot import this library
         raise ChildProcessError(f"Ray stopped with {type(e).__name__}: {last_line(e)}. {KEPT}") from e
+

@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -26,6 +26,10 @@ from ..lora.adapters import check_adapter_weights
 from ..lora.formats import check_lora, lora_info, lora_layers
 from ..sampling.denoising import pick_schedule, sampling_text
 from ..sampling.edits import at_size, spread
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 
 # %% ../../nbs/extras/07_with_lightning.ipynb #19fd509a
 PERIOD = 16 # pixels of a token: the VAE's factor 8, and patches of 2
@@ -95,7 +99,7 @@ def grid_lines(
         allowed = usual * max(found.beside, LEAST_BESIDE)
         strengths.append(math.sqrt(max(0., found.grid - allowed)))
         ratios.append(found.grid / allowed)
-    return GridLines(*strengths, max(ratios))
+    return GridLines(strengths[0], strengths[1], max(ratios))
 
 # %% ../../nbs/extras/07_with_lightning.ipynb #13be96e6
 def effect_of(
@@ -240,7 +244,7 @@ def check_made_for(
 class FewSteps(NamedTuple):
     "A Lightning LoRA, and how to sample with it."
     file: Path
-    schedule: object # `SamplingSchedule`
+    schedule: Any # `SamplingSchedule`
 
 def few_steps_of(
     trainer:"QwenImageEditTrainer",
@@ -248,11 +252,11 @@ def few_steps_of(
     steps:list|tuple, # wanted, with one file
 ) -> list: # of `FewSteps`, one a number of steps
     "Find and check the Lightning LoRAs. Raises FileNotFoundError or ValueError."
-    wanted = lightning if isinstance(lightning, dict) else dict.fromkeys(steps, lightning)
+    wanted: dict = lightning if isinstance(lightning, dict) else dict.fromkeys(steps, lightning)
     if not wanted:
         raise ValueError("`steps` is empty; give e.g. [8, 4]")
     found = {}
-    for path in dict.fromkeys(map(str, wanted.values())):
+    for path in {str(path): None for path in wanted.values()}:
         found[path] = _few_step_file(trainer, path)
     out = []
     for count, path in wanted.items():
@@ -263,7 +267,7 @@ def few_steps_of(
         out.append(FewSteps(one.file, replace(one.schedule, steps=count)))
     return out
 
-def _few_step_file(trainer, path:str) -> FewSteps:
+def _few_step_file(trainer:"QwenImageEditTrainer", path:str) -> FewSteps:
     "One file, with the schedule that it was made for."
     try:
         file, info = check_lora(path)

@@ -7,18 +7,28 @@ __all__ = ['before_after', 'as_rgb', 'BeforeAfter']
 
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d0003
 from html import escape
+from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from ..core.display import Display, image_html
 from ..data.images import open_image
 
+
 # %% ../../nbs/widgets/03_before_after.ipynb #5a1d0006
-def as_rgb(image, name:str="image"): # path, PIL image, or uint8 [H, W, 3]; its name in errors
-    if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3):
+def as_rgb(
+    image:"str | Path | Image.Image | np.ndarray", # an array is uint8 [H, W, 3]
+    name:str="image", # in errors
+) -> "Image.Image":
+    "An image as RGB, turned as its EXIF orientation says."
+    if not isinstance(image, np.ndarray):
+        return open_image(image)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got "
                          f"{image.dtype} {list(image.shape)}; use `qie_nb.predict.grid` for a list of images")
-    return open_image(image, name if isinstance(image, np.ndarray) else None)
+    return open_image(image, name)
+
 
 # %% ../../nbs/widgets/03_before_after.ipynb #e912b320
 # replaces the two figures by one view; the line follows the pointer
@@ -73,29 +83,39 @@ document.querySelectorAll('.NAME').forEach(function (box) {
 class BeforeAfter(Display):
     "Two images: with a line to drag, or side by side in a saved notebook."
     def __init__(self,
-        before, after, # paths, PIL images or uint8 [H, W, 3], of any sizes
-        titles=("before", "after"),
+        before:"str | Path | Image.Image | np.ndarray", # an array is uint8 [H, W, 3]
+        after:"str | Path | Image.Image | np.ndarray", # may have another size
+        titles:tuple[str, str]=("before", "after"),
         height:int=360, # pixels on the page; no wider than 640
     ):
         if len(titles) != 2: raise ValueError(f"`titles` must be two, got {len(titles)}; give one per image")
         if height < 1: raise ValueError(f"`height` must be 1 or more pixels, got {height}; default 360")
         self.titles = tuple(map(str, titles))
-        self.before, self.after = as_rgb(before, "before"), as_rgb(after, "after")
-        self.sizes = self.before.size, self.after.size
-        scale = min(height / self.before.height, 640 / self.before.width)
-        shown = tuple(max(1, round(s * scale)) for s in self.before.size)
-        self.before, self.after = self.before.resize(shown), self.after.resize(shown)
+        first = as_rgb(before, "before")
+        second = as_rgb(after, "after")
+        self.sizes = (first.size, second.size)
+        scale = min(height / first.height, 640 / first.width)
+        shown = (max(1, round(first.width * scale)), max(1, round(first.height * scale)))
+        self.before = first.resize(shown)
+        self.after = second.resize(shown)
 
-    def __repr__(self): return " | ".join(self.titles)
-    def data(self):
+    def __repr__(self) -> str:
+        return " | ".join(self.titles)
+
+    def data(self) -> dict:
+        "Titles, sizes of both images, the size on the page, and the note."
         return dict(titles=self.titles, sizes=self.sizes, shown=self.before.size, note=self.note())
-    def note(self) -> str: # about different sizes
-        a, b = ("{}x{}".format(*s) for s in self.sizes)
+
+    def note(self) -> str:
+        "A sentence if the sizes differ."
+        a = "{}x{}".format(*self.sizes[0])
+        b = "{}x{}".format(*self.sizes[1])
         return "" if a == b else f"{self.titles[1]} is {b}, shown at the size of {self.titles[0]}, {a}"
-    def html(self):
-        named = zip((self.before, self.after), self.titles)
+
+    def html(self) -> str:
+        "Both images side by side, and the script that puts them under one line."
         most = -(-max(self.before.size) // 3) # so that the images have their size on the page
-        images = "".join(image_html(p, t, most) for p, t in named)
+        images = image_html(self.before, self.titles[0], most) + image_html(self.after, self.titles[1], most)
         images = images.replace(f"height:{most}px", f"height:{min(self.before.height, 200)}px")
         name = f"drag-{self.mark}"
         script = _DRAG.replace("NAME", name).replace("WIDTH", str(self.before.width))
@@ -103,3 +123,4 @@ class BeforeAfter(Display):
                 f"<script>{script}</script>")
 
 before_after = BeforeAfter
+

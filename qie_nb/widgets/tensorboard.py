@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['CURVES', 'LIMITS', 'SHOWN', 'EventRun', 'run_folders', 'read_run', 'read_events', 'running_mean', 'worth_a_curve',
-           'draw_curve', 'draw_image', 'last_images', 'plot_events', 'has_server_proxy', 'tensorboard_program',
-           'proxy_address', 'choose_view', 'show_tensorboard']
+           'draw_curve', 'points_of', 'draw_image', 'plain_line', 'last_images', 'plot_events', 'has_server_proxy',
+           'tensorboard_program', 'proxy_address', 'choose_view', 'show_tensorboard']
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0003
 import html, io, logging, os, shlex, shutil, sys, textwrap
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -22,64 +24,106 @@ from ..core.display import is_interactive, kernel
 from ..data.images import figure
 from ..training.sinks.event_files import column_of
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0006
 @dataclass
 class EventRun:
     "Content of the event files of one folder."
-    scalars: dict = field(default_factory=dict) # {tag: [(step, value)]}
-    images: dict = field(default_factory=dict)  # {tag: [(step, uint8 [H, W, 3])]}
-    texts: dict = field(default_factory=dict)   # {tag: [(step, text)]}
+    scalars: dict[str, list] = field(default_factory=dict) # {tag: [(step, value)]}
+    images: dict[str, list] = field(default_factory=dict)  # {tag: [(step, uint8 [H, W, 3])]}
+    texts: dict[str, list] = field(default_factory=dict)   # {tag: [(step, text)]}
 
-def run_folders(logdir) -> dict: # {name: folder}, the newest last
+def run_folders(
+    logdir:str|Path,
+) -> dict[str, Path]: # {name: folder}, the newest last
     "Folders with event files, recursively; `logdir` itself is called `.`."
-    newest = {}
-    for f in Path(logdir).rglob("events.out.tfevents.*"):
-        if f.is_file(): newest[f.parent] = max(newest.get(f.parent, 0), f.stat().st_mtime)
-    return {d.relative_to(logdir).as_posix(): d for d in sorted(newest, key=lambda d: (newest[d], str(d)))}
+    newest: dict[Path, float] = {}
+    for file in Path(logdir).rglob("events.out.tfevents.*"):
+        if file.is_file():
+            newest[file.parent] = max(newest.get(file.parent, 0), file.stat().st_mtime)
+    by_time = sorted(newest, key=lambda folder: (newest[folder], str(folder)))
+    return {folder.relative_to(logdir).as_posix(): folder for folder in by_time}
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0008
+_TEXT_END = "/text_summary" # of a text's tag
+
 def read_run(
-    folder, # with event files, not searched below
+    folder:str|Path, # with event files, not searched below
     last:bool=False, # only the last image of each tag? All need much memory
 ) -> EventRun:
+    "The scalars, images and texts of one run. Tags of older versions get their new names."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     logger = logging.getLogger("tensorboard") # it warns about every resume
     level = logger.level
     logger.setLevel("ERROR")
     sizes = dict(scalars=0, images=int(last), tensors=0)
-    try: acc = EventAccumulator(str(folder), size_guidance=sizes).Reload()
-    finally: logger.setLevel(level)
-    tags, end = acc.Tags(), "/text_summary"
-    image = lambda e: np.asarray(Image.open(io.BytesIO(e.encoded_image_string)))
-    text = lambda e: html.unescape(b"\n".join(e.tensor_proto.string_val).decode(errors="replace"))
-    scalars = {} # a run that an older version began has two tags of a column
-    for tag in tags["scalars"]:
-        scalars.setdefault(column_of(tag), []).extend((e.step, e.value) for e in acc.Scalars(tag))
-    return EventRun({column: sorted(points) for column, points in scalars.items()},
-                    {t: [(e.step, image(e)) for e in acc.Images(t)] for t in tags["images"]},
-                    {t.removesuffix(end): [(e.step, text(e)) for e in acc.Tensors(t)]
-                     for t in tags["tensors"] if t.endswith(end)})
+    try:
+        events = EventAccumulator(str(folder), size_guidance=sizes).Reload()
+    finally:
+        logger.setLevel(level)
+    tags = events.Tags()
+    run = EventRun()
+    for tag in tags["scalars"]: # a run that an older version began has two tags of a column
+        points = run.scalars.setdefault(column_of(tag), [])
+        points.extend((event.step, event.value) for event in events.Scalars(tag))
+    for points in run.scalars.values():
+        points.sort()
+    for tag in tags["images"]:
+        run.images[tag] = [(event.step, _image(event)) for event in events.Images(tag)]
+    for tag in tags["tensors"]:
+        if tag.endswith(_TEXT_END):
+            run.texts[tag.removesuffix(_TEXT_END)] = [(event.step, _text(event)) for event in events.Tensors(tag)]
+    return run
+
+def _image(event:Any) -> np.ndarray:
+    "uint8 [H, W, 3]"
+    return np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+
+def _text(event:Any) -> str:
+    "As it was logged: TensorBoard's text is escaped."
+    return html.unescape(b"\n".join(event.tensor_proto.string_val).decode(errors="replace"))
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0014
 def read_events(
-    logdir, # folder with event files, searched recursively
-) -> tuple: # ({tag: [(step, value)]}, {tag: [(step, uint8 array)]})
+    logdir:str|Path, # folder with event files, searched recursively
+) -> tuple[dict, dict]: # {tag: [(step, value)]}, {tag: [(step, uint8 [H, W, 3])]}
     "Scalars and images of event files; with several runs, tags begin with the run's folder."
-    scalars, images, folders = {}, {}, run_folders(logdir)
+    scalars = {}
+    images = {}
+    folders = run_folders(logdir)
     for name, folder in folders.items():
-        run, prefix = read_run(folder), "" if name == "." or len(folders) == 1 else f"{name}/"
-        scalars |= {prefix + tag: v for tag, v in run.scalars.items()}
-        images |= {prefix + tag: v for tag, v in run.images.items()}
+        run = read_run(folder)
+        prefix = "" if name == "." or len(folders) == 1 else f"{name}/"
+        for tag, points in run.scalars.items():
+            scalars[prefix + tag] = points
+        for tag, points in run.images.items():
+            images[prefix + tag] = points
     return scalars, images
 
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d000f
-def running_mean(values, share:float=0.05) -> np.ndarray: # float64, same length; window as a share of it
-    "Exponential mean with bias correction; ignores non-finite values."
-    decay, total, weight, out = 1 - 1 / max(1, len(values) * share), 0., 0., []
-    for v in values:
-        total, weight = (decay * total + v, decay * weight + 1) if np.isfinite(v) else (total, weight)
+def running_mean(
+    values:Sequence[float]|np.ndarray,
+    share:float=0.05, # of the values: the window
+) -> np.ndarray: # float64, same length
+    "Exponential mean with bias correction; ignores values that are not finite."
+    decay = 1 - 1 / max(1, len(values) * share)
+    total = 0.
+    weight = 0.
+    out = []
+    for value in values:
+        if np.isfinite(value):
+            total = decay * total + value
+            weight = decay * weight + 1
         out.append(total / weight if weight else np.nan)
     return np.array(out)
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0011
 CURVES = dict(loss="loss", held_out_loss="held-out loss",
@@ -92,122 +136,190 @@ SHOWN = 6 # most runs in a figure
 
 def worth_a_curve(
     tag:str,
-    runs:dict, # {name: EventRun}
+    runs:dict[str, EventRun],
 ) -> bool:
     "Is there a scalar, and is it of a size that matters?"
     values = [abs(v) for run in runs.values() for _, v in run.scalars.get(tag, ())]
     return bool(values) and max(values) >= LIMITS.get(tag, 0)
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0025
-def draw_curve(ax, tag:str, runs:dict): # matplotlib Axes; {name: EventRun}
-    "One scalar of every run."
-    lowest, highest = np.inf, 0
-    for k, (name, run) in enumerate(runs.items()):
-        if tag not in run.scalars: continue
-        x, y = _xy(run, tag)
-        color, few = f"C{k}", len(x) <= 20
+def draw_curve(
+    ax:"Axes",
+    tag:str, # of a scalar
+    runs:dict[str, EventRun],
+):
+    "One scalar of every run; noisy ones faintly, with their running mean, and an interval as a band."
+    lowest = np.inf
+    highest = 0.
+    for number, (name, run) in enumerate(runs.items()):
+        if tag not in run.scalars:
+            continue
+        x, y = points_of(run, tag)
+        color = f"C{number}"
+        few = len(x) <= 20
         if tag in ("loss", "grad_norm") and not few:
             ax.plot(x, y, lw=0.7, alpha=0.25, color=color)
             ax.plot(x, running_mean(y, max(0.05, 8 / len(x))), lw=1.8, color=color, label=name)
-        else: ax.plot(x, y, lw=1.6, color=color, marker="o" if few else "", ms=3.5, label=name)
+        else:
+            ax.plot(x, y, lw=1.6, color=color, marker="o" if few else "", ms=3.5, label=name)
         if f"{tag}_low" in run.scalars: # the 95 % interval
-            (at, low), (_, high) = _xy(run, f"{tag}_low"), _xy(run, f"{tag}_high")
+            at, low = points_of(run, f"{tag}_low")
+            _, high = points_of(run, f"{tag}_high")
             ax.fill_between(at, low, high, color=color, alpha=0.15, lw=0)
-        lowest, highest = min(lowest, np.nanmin(y, initial=np.inf)), max(highest, np.nanmax(y, initial=0))
-    if 0 < 30 * lowest < highest < np.inf and tag != "lr": ax.set_yscale("log")
+        lowest = min(lowest, np.nanmin(y, initial=np.inf))
+        highest = max(highest, np.nanmax(y, initial=0))
+    if 0 < 30 * lowest < highest < np.inf and tag != "lr":
+        ax.set_yscale("log")
     ax.set_title(CURVES.get(tag, tag), fontsize=10, loc="left")
     ax.set_xlabel("step", fontsize=8)
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.2)
     ax.spines[["top", "right"]].set_visible(False)
 
-# %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0026
-def _xy(run, tag): return (np.array(v, float) for v in zip(*run.scalars[tag]))
+def points_of(
+    run:EventRun,
+    tag:str, # of a scalar
+) -> tuple[np.ndarray, np.ndarray]: # float64
+    "Steps and values."
+    steps, values = zip(*run.scalars[tag])
+    return np.array(steps, float), np.array(values, float)
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0013
-def draw_image(ax, title:str, image:np.ndarray, caption:str=""): # matplotlib Axes; uint8 [H, W, 3]
+def draw_image(
+    ax:"Axes",
+    title:str,
+    image:np.ndarray, # uint8 [H, W, 3]
+    caption:str="",
+):
+    "An image with its title above and its caption below."
     ax.imshow(image, cmap="gray")
-    ax.set_title(_plain(title, 60), fontsize=9, loc="left", parse_math=False)
+    ax.set_title(plain_line(title, 60), fontsize=9, loc="left", parse_math=False)
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
-    if caption: ax.set_xlabel(textwrap.fill(_plain(caption, 160), 64), fontsize=8, parse_math=False)
+    if caption:
+        ax.set_xlabel(textwrap.fill(plain_line(caption, 160), 64), fontsize=8, parse_math=False)
 
-def _plain(text, most):
+def plain_line(
+    text:str,
+    most:int, # characters
+) -> str:
+    "A text as one printable line, cut at a word if it is long."
     text = "".join(c if c.isprintable() else " " for c in text)
     return textwrap.shorten(text, most, placeholder=" ...") or text[:most]
 
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0027
-def last_images(runs:dict) -> list: # {name: EventRun}, the newest last; (title, image, caption)
+def last_images(
+    runs:dict[str, EventRun], # the newest last
+) -> list[tuple[str, np.ndarray, str]]: # title, image, caption
     "The last training images and evaluation samples of the newest run that has some."
-    name, run = next(((n, r) for n, r in reversed(runs.items()) if r.images), ("", EventRun()))
-    tags = [t for t in run.images if t.startswith("training/")]
-    tags += sorted(t for t in run.images if t.startswith("samples/"))[:6]
+    for name, run in reversed(runs.items()):
+        if run.images:
+            break
+    else:
+        return []
+    tags = [tag for tag in run.images if tag.startswith("training/")]
+    tags += sorted(tag for tag in run.images if tag.startswith("samples/"))[:6]
     found = []
     for tag in tags or list(run.images)[:4]:
         step, image = run.images[tag][-1]
-        title = f"{name} " * (len(runs) > 1) + f"{tag}, step {step}"
+        title = f"{tag}, step {step}"
+        if len(runs) > 1:
+            title = f"{name} {title}"
         found.append((title, image, run.texts[tag][-1][1] if tag in run.texts else ""))
     return found
 
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0015
 def plot_events(
-    logdir, # event files
-    tags=None, # scalars to draw, if present; default `CURVES`, without small drift
-): # matplotlib Figure
+    logdir:str|Path, # event files
+    tags:Sequence[str]|None=None, # scalars to draw, if present; default `CURVES`, without small drift
+) -> "Figure":
     "Curves and last images as one figure; each run has its own colour."
     folders = _folders(logdir)
-    runs = {name: read_run(d, last=True) for name, d in list(folders.items())[-SHOWN:]}
-    curves = [t for t in tags or CURVES if any(t in r.scalars for r in runs.values())]
+    runs = {name: read_run(folder, last=True) for name, folder in list(folders.items())[-SHOWN:]}
+    curves = [tag for tag in tags or CURVES if any(tag in run.scalars for run in runs.values())]
     if tags is None:
-        curves = [t for t in curves if worth_a_curve(t, runs)]
+        curves = [tag for tag in curves if worth_a_curve(tag, runs)]
     images = last_images(runs)
     if not curves and not images:
         asked = ", ".join(tags or CURVES)
         raise ValueError(f"`logdir` {str(logdir)!r} has no image and none of {asked}; "
                          "choose other `tags`")
     rows = -(-len(curves) // 2)
-    tall = [min(3.2, 4.6 * max(im.shape[0] / im.shape[1] for _, im, _ in images[k:k + 2])) + 0.7
-            for k in range(0, len(images), 2)]
-    heights = [2.5] * rows + tall # inches
+    heights = [2.5] * rows + _image_heights(images)
     fig = figure(figsize=(10, sum(heights)), layout="constrained")
     grid = fig.add_gridspec(len(heights), 2, height_ratios=heights)
-    def axes(row, k, n, **kw): # the last of an odd number takes the whole row
-        return fig.add_subplot(grid[row + k // 2, slice(None) if k == n - 1 and k % 2 == 0 else k % 2], **kw)
-    for k, tag in enumerate(curves):
-        draw_curve(axes(0, k, len(curves), sharex=fig.axes[0] if k else None), tag, runs)
-    for k, found in enumerate(images): draw_image(axes(rows, k, len(images)), *found)
-    if curves and len(runs) > 1: fig.axes[0].legend(fontsize=8, frameon=False)
-    if len(folders) > SHOWN: fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
+
+    def axes(first_row, number, of, **options):
+        takes_row = number == of - 1 and number % 2 == 0 # the last one of an odd number
+        columns = slice(None) if takes_row else number % 2
+        return fig.add_subplot(grid[first_row + number // 2, columns], **options)
+
+    for number, tag in enumerate(curves):
+        shared = fig.axes[0] if number else None
+        draw_curve(axes(0, number, len(curves), sharex=shared), tag, runs)
+    for number, found in enumerate(images):
+        draw_image(axes(rows, number, len(images)), *found)
+    if curves and len(runs) > 1:
+        fig.axes[0].legend(fontsize=8, frameon=False)
+    if len(folders) > SHOWN:
+        fig.suptitle(f"the {SHOWN} newest of {len(folders)} runs", fontsize=10)
     return fig
 
+def _image_heights(images:list) -> list[float]:
+    "Inches of each row of two images, from the taller one."
+    heights = []
+    for first in range(0, len(images), 2):
+        shapes = [image.shape for _, image, _ in images[first:first + 2]]
+        heights.append(min(3.2, 4.6 * max(height / width for height, width, *_ in shapes)) + 0.7)
+    return heights
+
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0009
-def _folders(logdir) -> dict:
-    where, remedy = f"`logdir` {str(logdir)!r}", "; give the folder of `logging.log_dir`"
+def _folders(logdir:str|Path) -> dict[str, Path]:
+    "Folders of runs. Raises an error that says what is missing."
+    where = f"`logdir` {str(logdir)!r}"
+    remedy = "; give the folder of `logging.log_dir`"
     if not Path(logdir).exists(): raise FileNotFoundError(f"{where} does not exist{remedy}")
     if not Path(logdir).is_dir(): raise ValueError(f"{where} is a file{remedy}")
-    if found := run_folders(logdir): return found
-    raise ValueError(f"{where} holds no event files; train with `logging.report_to` tensorboard first")
+    found = run_folders(logdir)
+    if not found:
+        raise ValueError(f"{where} holds no event files; train with `logging.report_to` tensorboard first")
+    return found
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0019
 def has_server_proxy() -> bool:
-    try: from jupyter_core.paths import jupyter_config_path
-    except ImportError: return False
+    "Can the Jupyter server forward a port, from this environment or from its own?"
+    try:
+        from jupyter_core.paths import jupyter_config_path
+    except ImportError:
+        return False
     if find_spec("jupyter_server_proxy"): return True
-    note = "jupyter_server_config.d/jupyter-server-proxy.json" # of a server in another environment
-    return any((Path(d)/note).is_file() for d in jupyter_config_path())
+    config = "jupyter_server_config.d/jupyter-server-proxy.json" # of a server in another environment
+    return any((Path(folder)/config).is_file() for folder in jupyter_config_path())
 
-def tensorboard_program() -> str: # path of what the magic starts, or ""; it is often not on the PATH
-    beside, found = Path(sys.executable).with_name("tensorboard"), shutil.which("tensorboard")
-    return os.environ.get("TENSORBOARD_BINARY") or found or (str(beside) if beside.is_file() else "")
+def tensorboard_program() -> str: # a path, or ""
+    "The program that the magic starts; it is often not on the PATH."
+    named = os.environ.get("TENSORBOARD_BINARY") or shutil.which("tensorboard")
+    if named: return named
+    beside = Path(sys.executable).with_name("tensorboard")
+    return str(beside) if beside.is_file() else ""
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0028
-def proxy_address() -> str: # of a port, with %PORT%, or ""
+def proxy_address() -> str: # with %PORT%, or ""
+    "The address of a port that JupyterHub serves."
+    named = os.environ.get("TENSORBOARD_PROXY_URL")
+    if named: return named
     hub = detect_environment().hub.rstrip("/")
-    by_hub = f"{hub}/proxy/%PORT%/" if hub and has_server_proxy() else ""
-    return os.environ.get("TENSORBOARD_PROXY_URL") or by_hub
+    return f"{hub}/proxy/%PORT%/" if hub and has_server_proxy() else ""
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0029
-def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason or address)
+def choose_view() -> tuple[str, str]: # magic, proxy or figure; reason or address
     "How TensorBoard can be shown here."
     here = detect_environment()
     if here.name == "kaggle": return "figure", "Kaggle serves no TensorBoard"
@@ -217,34 +329,52 @@ def choose_view() -> tuple: # ("magic", "proxy" or "figure", reason or address)
     if not tensorboard_program():
         return "figure", "TensorBoard is not installed (pip install tensorboard)"
     if "google.colab" in sys.modules: return "magic", ""
-    if address := proxy_address(): return "proxy", f", served at {address}"
+    address = proxy_address()
+    if address: return "proxy", f", served at {address}"
     if here.hub:
         return "figure", "JupyterHub opens no port (install jupyter-server-proxy beside the Jupyter server)"
     return "magic", ""
 
+
 # %% ../../nbs/widgets/05_tensorboard.ipynb #7e0d0021
 def show_tensorboard(
-    logdir="runs", # with event files, searched recursively
+    logdir:str|Path="runs", # with event files, searched recursively
     view:str|None=None, # magic, proxy or figure; default: what works here
-): # the figure, or None if TensorBoard itself is shown
+) -> "Figure | None": # None if TensorBoard itself is shown
+    "Show the curves of all runs below a folder."
     chosen, why = (view, "") if view else choose_view()
     if chosen not in ("magic", "proxy", "figure"):
         raise ValueError(f"`view` must be magic, proxy or figure, got {view!r}")
-    if chosen == "figure" and why: print(f"{why}; drawn with matplotlib instead")
+    if chosen == "figure" and why:
+        print(f"{why}; drawn with matplotlib instead")
     if chosen != "figure":
         print(f"TensorBoard below{why}. If it stays blank, run show_tensorboard({str(logdir)!r}, 'figure')")
-    if chosen == "figure" or Path(logdir).is_file(): return plot_events(logdir) # a file raises ValueError
+    if chosen == "figure" or Path(logdir).is_file():
+        return plot_events(logdir) # a file raises ValueError
     if not Path(logdir).is_dir():
         print(f"`logdir` {str(logdir)!r} does not exist yet; TensorBoard shows it when a run writes there")
     _run_magic(logdir, chosen)
+    return None
+
 
 # %% ../../nbs/widgets/05_tensorboard.ipynb #3fd89360
-def _run_magic(logdir, view:str): # magic or proxy
-    if view == "proxy": os.environ["TENSORBOARD_PROXY_URL"] = proxy_address() or "/proxy/%PORT%/"
-    if program := tensorboard_program(): os.environ["TENSORBOARD_BINARY"] = program
+def _run_magic(
+    logdir:str|Path,
+    view:str, # magic or proxy
+):
+    "Start TensorBoard with its own magic."
+    if view == "proxy":
+        os.environ["TENSORBOARD_PROXY_URL"] = proxy_address() or "/proxy/%PORT%/"
+    program = tensorboard_program()
+    if program:
+        os.environ["TENSORBOARD_BINARY"] = program
     from IPython import get_ipython
-    shell, line = get_ipython(), f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"
+    shell: Any = get_ipython()
+    line = f"--logdir {shlex.quote(str(Path(logdir).resolve()))}"
     with redirect_stdout(io.StringIO()):
         shell.run_line_magic("load_ext", "tensorboard") # prints if it is already loaded
-    if set("${") & set(line): shell.find_line_magic("tensorboard")(line)
-    else: shell.run_line_magic("tensorboard", line)
+    if "$" in line or "{" in line:
+        shell.find_line_magic("tensorboard")(line)
+    else:
+        shell.run_line_magic("tensorboard", line)
+

@@ -375,32 +375,34 @@ MUTATIONS: dict[str, Mutation] = {
     "the titles of before and after are exchanged": Mutation(
         "tests/widgets/test_before_after.py", [
         Change("widgets/before_after", "BeforeAfter.html",
-               "(self.before, self.after)", "(self.after, self.before)")]),
+               "image_html(self.before, self.titles[0], most)",
+               "image_html(self.before, self.titles[1], most)")]),
     "a note gives the size of the wrong image": Mutation("tests/widgets/test_before_after.py", [
         Change("widgets/before_after", "BeforeAfter.note",
                'f"{self.titles[1]} is {b}, shown at the size of {self.titles[0]}, {a}"',
                'f"{self.titles[1]} is {a}, shown at the size of {self.titles[0]}, {b}"')]),
     "images are larger than the page": Mutation("tests/widgets/test_before_after.py", [
         Change("widgets/before_after", "BeforeAfter.__init__",
-               "min(height / self.before.height, 640 / self.before.width)",
-               "max(height / self.before.height, 640 / self.before.width)")]),
+               "min(height / first.height, 640 / first.width)",
+               "max(height / first.height, 640 / first.width)")]),
     "a read-only cache is to be filled again": Mutation(
         "tests/widgets/test_sample_viewer.py::test_the_remedy_for_bad_entries_can_be_followed", [
-        Change("widgets/cache_status", "_verdict",
+        Change("widgets/cache_status", "CacheStatus.verify",
                '"precompute again" if self.cache.writable else '
                '"read-only cache: precompute into a second folder"', '"precompute again"')]),
     "only the written layer is counted as verified": Mutation(
         "tests/widgets/test_sample_viewer.py::"
         "test_verify_finds_corrupt_entries_of_every_layer", [
-        Change("widgets/cache_status", "verify", "for d in self.cache.layers",
-               "for d in self.cache.layers[-1:]")]),
+        Change("widgets/cache_status", "CacheStatus.verify", "for layer in self.cache.layers",
+               "for layer in self.cache.layers[-1:]")]),
     "folders that are there are said to be missing": Mutation(
         "tests/widgets/test_sample_viewer.py::test_status_of_several_layers", [
-        Change("widgets/cache_status", "data", 'if not d["exists"]', 'if d["exists"]')]),
+        Change("widgets/cache_status", "CacheStatus.data",
+               'if not layer["exists"]', 'if layer["exists"]')]),
     "a mask is red where the loss counts": Mutation(
         "tests/widgets/test_sample_viewer.py::test_a_mask_is_red_where_the_loss_does_not_count", [
         Change("widgets/sample_page", "masked_image",
-               "im, red, Image.fromarray(mask)", "red, im, Image.fromarray(mask)")]),
+               "image, red, Image.fromarray(mask)", "red, image, Image.fromarray(mask)")]),
     "tokens of the images count as tokens of the text": Mutation(
         "tests/widgets/test_sample_viewer.py::test_tokens_agree_with_encoded_tensors", [
         Change("widgets/sample_page", "_tokens", "n - sum(images)", "n")]),
@@ -408,29 +410,29 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/widgets/test_sample_viewer.py::"
         "test_stretched_images_and_unknown_lengths_are_said_in_words", [
         Change("widgets/sample_page", "_figures",
-               '"pixel_latent", "after"', '"pixel_latent", "before"')]),
+               'what = "after"', 'what = "before"')]),
     "stretched images are not told": Mutation(
         "tests/widgets/test_sample_viewer.py::"
         "test_stretched_images_and_unknown_lengths_are_said_in_words", [
-        Change("widgets/sample_page", "_stretched", "share >= 0.05", "share >= 0.5")]),
+        Change("widgets/sample_page", "stretched_text", "share >= 0.05", "share >= 0.5")]),
     "the id that was typed is found last": Mutation(
         "tests/widgets/test_sample_viewer.py::test_exact_id_wins", [
-        Change("widgets/sample_viewer", "find",
-               "samples[chosen[p]].id != text", "samples[chosen[p]].id == text")]),
+        Change("widgets/sample_viewer", "SampleBrowser.find",
+               "samples[chosen[place]].id != text", "samples[chosen[place]].id == text")]),
     "swapped sides are written the wrong way round": Mutation(
         "tests/widgets/test_sample_viewer.py::"
         "test_both_sides_are_swapped_in_the_configuration_and_swapped_back", [
-        Change("widgets/sample_viewer", "swap_all",
+        Change("widgets/sample_viewer", "SampleBrowser.swap_all",
                "data.target_dir = target_dir\ndata.control_dir = control_dir",
                "data.target_dir = control_dir\ndata.control_dir = target_dir")]),
     "an edited caption is lost when another pair is shown": Mutation(
         "tests/widgets/test_sample_viewer.py::test_a_caption_that_is_not_saved_is_kept", [
-        Change("widgets/sample_viewer", "_draw_caption",
+        Change("widgets/sample_viewer", "SampleViewer.draw_caption",
                "self.drafts[was] = c.caption.value", "pass")]),
     "undo removes the trigger word": Mutation(
         "tests/widgets/test_sample_viewer.py::"
         "test_a_caption_is_edited_in_its_file_and_undone", [
-        Change("widgets/sample_viewer", "save_caption",
+        Change("widgets/sample_viewer", "SampleBrowser.save_caption",
                "(s.id, path, before, s.prompt)", "(s.id, path, before, text)")]),
     "the oldest runs are drawn": Mutation(
         "tests/widgets/test_tensorboard.py::test_newest_runs_are_drawn", [
@@ -447,26 +449,27 @@ MUTATIONS: dict[str, Mutation] = {
     "the panel's rate counts evaluations": Mutation(
         "tests/widgets/test_training_panel.py::"
         "test_an_evaluation_is_announced_and_not_counted_in_the_rate", [
-        Change("widgets/training_panel", "training_time", "now - s.eval_seconds -", "now -")]),
+        Change("widgets/training_panel", "TrainingPanel.training_time",
+               "now - s.eval_seconds -", "now -")]),
     "the time left has no evaluations": Mutation(
         "tests/widgets/test_training_panel.py::"
         "test_the_time_left_has_the_evaluations_to_come", [
-        Change("widgets/training_panel", "evaluating_left",
-               "(later + (s.global_step < s.max_steps)) * s.eval_cost", "0")]),
+        Change("widgets/training_panel", "TrainingPanel.evaluating_left",
+               "(later + at_end) * s.eval_cost", "0")]),
     "the evaluation at the end is forgotten": Mutation(
         "tests/widgets/test_training_panel.py::"
         "test_the_time_left_has_the_evaluations_to_come", [
-        Change("widgets/training_panel", "evaluating_left",
-               "(later + (s.global_step < s.max_steps))", "later")]),
+        Change("widgets/training_panel", "TrainingPanel.evaluating_left",
+               "(later + at_end)", "later")]),
     "the panel forgets the images before the first step": Mutation(
         "tests/widgets/test_training_panel.py::"
         "test_the_images_before_the_first_step_are_kept_to_compare_with", [
-        Change("widgets/training_panel", "show_eval_images",
+        Change("widgets/training_panel", "TrainingPanel.show_eval_images",
                "del self.samples[list(self.samples)[1]]",
                "del self.samples[list(self.samples)[0]]")]),
     "the last held-out loss is called the first": Mutation(
         "tests/widgets/test_training_panel.py::"
         "test_the_held_out_loss_is_the_last_one_beside_the_first", [
-        Change("widgets/training_panel", "numbers",
-               'f" (first {four(held[0][1])})"', 'f" (first {four(held[-1][1])})"')]),
+        Change("widgets/training_panel", "numbers_html",
+               'first = d["held_out"][0][1]', 'first = d["held_out"][-1][1]')]),
 }

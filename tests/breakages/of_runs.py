@@ -66,8 +66,8 @@ MUTATIONS: dict[str, Mutation] = {
                "self.difference.mean > 0")]),
     "right although both directions fit": Mutation(
         "tests/extras/test_swaps.py::test_two_directions_that_fit_cannot_be_told_apart", [
-        Change("extras/diagnostics", "SwapTest.verdict", "fits and not reverse and low > 0",
-               "fits and low > 0")]),
+        Change("extras/diagnostics", "SwapTest.verdict", "fits and not reverse and self.difference.low > 0",
+               "fits and self.difference.low > 0")]),
     "an overfit check with dropped captions": Mutation(
         "tests/extras/test_overfit.py::test_what_is_judged_has_its_captions_and_no_edit_mask", [
         Change("extras/diagnostics", "_Measure.prepare", "caption_dropout_rate=0.,", "")]),
@@ -117,15 +117,16 @@ MUTATIONS: dict[str, Mutation] = {
         Change("extras/ray_cluster", "share_machines", "workers is None or gpus and workers > fit",
                "workers is None")]),
     "a machine with other encoders fills the cache": Mutation("tests/extras/test_ray_cluster.py", [
-        Change("extras/ray_cluster", "setup",
+        Change("extras/ray_cluster", "Worker.setup",
                "identity_id(mine) != identity_id(wanted)", "False")]),
     "a selfcheck with other shapes passes": Mutation("tests/extras/test_selfcheck.py", [
-        Change("extras/selfcheck", "SelfCheck.differs",
-               'p["relative"] <= self.facts["tolerance"]', 'not p["relative"] > self.facts["tolerance"]')]),
+        Change("extras/selfcheck", "SelfCheck.is_close",
+               'row["relative"] <= self.facts["tolerance"]',
+               'not row["relative"] > self.facts["tolerance"]')]),
     "the last block that is not finite is named": Mutation("tests/extras/test_selfcheck.py", [
-        Change("extras/selfcheck", "FiniteCheck.data",
-               "(name for name, v in own if not np.isfinite(v))",
-               "(name for name, v in own[::-1] if not np.isfinite(v))")]),
+        Change("extras/selfcheck", "FiniteCheck.facts",
+               "(row.block for row in rows if not np.isfinite(row.value))",
+               "(row.block for row in rows[::-1] if not np.isfinite(row.value))")]),
     "a Space with the card's base model, not the user's": Mutation("tests/extras/test_space.py", [
         Change("extras/space", "space_facts", 'base_model or header.get("base_model")',
                'header.get("base_model") or base_model')]),

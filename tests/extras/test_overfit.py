@@ -153,7 +153,7 @@ def test_what_is_judged_has_its_captions_and_no_edit_mask(tmp_path, monkeypatch)
     config = make_config(photos(tmp_path, train=dict(eval_num_inference_steps=2)))
     config.data.caption_dropout_rate = 1.
     t = QwenImageEditTrainer(config)
-    data, _ = overfit._chosen(config, 2)
+    data, _ = overfit.trial_pairs(config, 2)
     monkeypatch.setattr(overfit, "is_available", lambda *names: False)
     watch = overfit._Measure(data, tmp_path, 2)
     watch.prepare(t)
