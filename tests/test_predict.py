@@ -21,7 +21,8 @@ from qie_nb.sampling.denoising import start_noise
 from qie_nb.sampling.edits import Edit, encode_edits
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import TRANSFORMER, VAE, close_images, on_call, settings, slow, small_areas
+from qie_nb.training.step import EMA
+from helpers import TRANSFORMER, VAE, close_images, on_call, random_lora, settings, slow, small_areas
 from tiny_rig import random_image
 
 CONTROL, VL = 128 * 128, 112 * 112
@@ -256,3 +257,39 @@ def test_each_edit_of_a_list_has_its_own_negative_prompt():
     given = [Edit([image], "make it blue", negative, (32, 32)) for negative in ("x", "xx", "xxx")]
     encoded = encode_edits(PromptLengths(), given, Geometry())
     assert [float(e.uncond) for e in encoded] == [1, 2, 3] and {float(e.cond) for e in encoded} == {12}
+
+
+def test_a_change_of_the_scheduler_wins_over_the_schedule():
+    "The schedule sets the shift; what a user asks for on top is the last word."
+    trainer = ready()
+    schedule = dict(steps=3, true_cfg_scale=1, scheduler=dict(shift=2., use_dynamic_shifting=False))
+    def edit(**changes):
+        return trainer.predict(images(1), PROMPTS[0], seed=1, width=64, height=32, progress=False,
+                               schedule=schedule, **changes)
+    usual, same = edit(), edit(scheduler_overrides=dict(shift=2.))
+    other = edit(scheduler_overrides=dict(shift=9.))
+    assert close_images(usual, same) and not close_images(usual, other)
+
+
+def test_an_edit_uses_the_mean_of_the_adapter_if_there_is_one():
+    "As `save_lora` writes it."
+    trainer = trainer_of()
+    trainer.set_lora()
+    random_lora(trainer.transformer, std=4.)
+    def edit():
+        return trainer.predict(images(1), PROMPTS[0], seed=1, progress=False, **SMALL)
+    last = edit()
+    weights = [p for p in trainer.transformer.parameters() if p.requires_grad]
+    trainer.adapters.ema = EMA(weights, 0.9)
+    for mean in trainer.adapters.ema.mean:
+        mean.zero_()
+    with_mean = edit()
+    trainer.adapters.ema = None
+    assert close_images(edit(), last) and not close_images(with_mean, last)
+
+
+def test_an_edit_has_the_sizes_that_its_adapter_was_trained_at():
+    trainer = trainer_of()
+    with mock.patch.object(type(trainer.adapters), "origin", dict(control_area=32 * 32)):
+        assert trainer.geometry().control_area == 32 * 32
+    assert trainer.geometry().control_area == trainer.components.areas["control_area"] != 32 * 32

@@ -183,3 +183,10 @@ def test_a_large_model_is_refused_on_the_cpu_beside_a_gpu_with_an_old_driver(tmp
     for command in ("train", "precompute"):
         assert cli.main([command, "--config", str(tmp_path/"run.yaml")]) == 2
         assert "driver 550.54.15 is too old" in "".join(capsys.readouterr())
+
+
+def test_a_cache_folder_that_is_set_on_the_trainer_is_its_caches(tmp_path):
+    trainer = QwenImageEditTrainer(dict(preset="tiny"))
+    trainer.cache_dir = str(tmp_path/"elsewhere")
+    assert trainer.cache_dir == trainer.data.cache_dir == str(tmp_path/"elsewhere")
+    assert str(tmp_path/"elsewhere") in str(trainer.data.open_cache().cache_dir)

@@ -137,9 +137,11 @@ MUTATIONS: dict[str, Mutation] = {
     "files of others are replaced by a Space": Mutation("tests/extras/test_space.py", [
         Change("extras/space", "check_own", "file.exists() and MARK not in", "False and MARK not in")]),
     # --- edits
-    "a user's change of the scheduler loses to the schedule": Mutation("tests/test_predict.py", [
+    "a user's change of the scheduler loses to the schedule": Mutation(
+        "tests/test_predict.py::test_a_change_of_the_scheduler_wins_over_the_schedule", [
         Change("predict", "_sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
-    "predict without the mean of the adapter": Mutation("tests/evaluation/test_evaluate.py", [
+    "predict without the mean of the adapter": Mutation(
+        "tests/test_predict.py::test_an_edit_uses_the_mean_of_the_adapter_if_there_is_one", [
         Change("predict", "_saved_weights", "return self.adapters.ema_weights()",
                "return nullcontext()")]),
     # --- trainer and its parts
@@ -157,7 +159,9 @@ MUTATIONS: dict[str, Mutation] = {
         Change("training/attributes", "RunAttributes.quantize",
                'self.components.quantize["transformer"] or "none"',
                'self.components.quantize["transformer"]')]),
-    "a cache folder set on the trainer is ignored": Mutation("tests/test_cache.py", [
+    "a cache folder set on the trainer is ignored": Mutation(
+        "tests/test_trainer.py::"
+        "test_a_cache_folder_that_is_set_on_the_trainer_is_its_caches", [
         Change("training/attributes", "RunAttributes.cache_dir", "self.data.cache_dir = value", "pass")]),
     "the hours of earlier sessions are forgotten": Mutation(
         "tests/training/test_stopping.py::"
@@ -208,7 +212,8 @@ MUTATIONS: dict[str, Mutation] = {
     "steps that are asked for lose to the schedule": Mutation("tests/lora/test_mixing.py", [
         Change("training/run_adapters", "RunAdapters.sampling",
                "s.steps if steps is None else steps", "s.steps")]),
-    "edits at other sizes than the adapter's": Mutation("tests/lora/test_adapters.py", [
+    "edits at other sizes than the adapter's": Mutation(
+        "tests/test_predict.py::test_an_edit_has_the_sizes_that_its_adapter_was_trained_at", [
         Change("training/run_adapters", "RunAdapters.geometry", "self.components.areas | own",
                "self.components.areas")]),
     "a stop between two messages is lost": Mutation(

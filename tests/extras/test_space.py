@@ -135,6 +135,7 @@ def test_base_model_and_licence_are_the_cards(made, tmp_path, capsys):
     card = (lora/"README.md").read_text()
     (lora/"README.md").write_text(card.replace("---\n", "---\nbase_model: me/mine\nlicense: mit\n", 1))
     assert {k: space_facts(lora)[k] for k in ("base_model", "license")} == dict(base_model="me/mine", license="mit")
+    assert space_facts(lora, "me/other")["base_model"] == "me/other", "what is asked for wins over the card"
     space = write_space(lora, tmp_path/"other")
     assert f"hf upload YOU/NAME {space} --repo-type space --private" in capsys.readouterr().out
     assert sorted(p.name for p in space.iterdir()) == ["README.md", "app.py", WEIGHT_NAME, "requirements.txt"]
