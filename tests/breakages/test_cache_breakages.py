@@ -57,8 +57,9 @@ BREAKAGES = {
         Change("core/files", "file_lock", "lock.acquire()", "pass")]),
     "claims that outlive their owner": Breakage(["crowd_of_2", "crowd_of_4"], [
         Change("core/files", "file_lock",
-               "lock.acquire()",
-               "os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n"
+               "try: lock.acquire()",
+               "try:\n"
+               "    os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n"
                "except FileExistsError: yield False; return"),
         Change("core/files", "file_lock",
                "lock.release()", "os.unlink(lock.lock_file + '.held')")]),
@@ -66,7 +67,7 @@ BREAKAGES = {
         Change("core/files", "atomic_path", "if full", "if False")]),
     "what is missing rounded off": Breakage(["full_disk"], [
         Change("core/files", "megabytes",
-               'f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"', 'f"{n/1e6:.1f} MB"')]),
+               'f"{round_it(n/1e5)/10:.1f} MB"', 'f"{n/1e6:.1f} MB"')]),
     "everything can be written": Breakage(["read_only_loose", "read_only_packed"], [
         Change("cache", "EmbeddingCacheManager.writable",
                "not self.layers[-1].packed and os.access(folder, os.W_OK)", "True")]),
