@@ -36,8 +36,8 @@ BREAKAGES = {
     "prompt not in a prompt's key": Breakage(["edits_scripted"], [
         Change("cache", "prompt_parts", 'prompt if prompt.strip() else " "', '" "')]),
     "the target's size in a prompt's key": Breakage(["edits_scripted"], [
-        Change("data/samples", "key_parts", "[g.vl(c) for c in sizes], who, g.aspect",
-               "[g.vl(c) for c in sizes], who, g.image_size")]),
+        Change("data/samples", "key_parts", "[g.vl(c) for c in control_sizes], who, g.aspect",
+               "[g.vl(c) for c in control_sizes], who, g.image_size")]),
     "the dtype not in a key": Breakage(["edits_of_the_model"], [
         Change("cache", "image_parts", ', dtype=identity["dtype"]', "")]),
     "the template not in a key": Breakage(["edits_of_the_model"], [
