@@ -9,10 +9,15 @@ __all__ = ['KINDS', 'MASKS', 'PREFIX', 'ALL_KINDS', 'EDIT_MASK', 'MODULATION', '
 
 # %% ../../nbs/core/04_cache_entries.ipynb #07b11ec6
 import hashlib, json, math, os, re
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .text_files import kind_of_bytes, parse_json, remedy_for
+
+if TYPE_CHECKING:
+    import torch
 
 # %% ../../nbs/core/04_cache_entries.ipynb #0548764b
 KINDS = ("pixel_latent", "control_latent", "prompt_embed", "empty_prompt_embed")
@@ -27,8 +32,8 @@ FORMAT = "qie_nb-2"
 class CacheEntryError(ValueError):
     "A cache entry that must not be used, or a tensor that must not be stored."
 
-def is_key(key) -> bool:
-    "Can this be the key of an entry?"
+def is_key(key:object) -> bool:
+    "Can this be the key of an entry? 2 to 128 letters, digits, - and _."
     return isinstance(key, str) and re.fullmatch(r"[0-9A-Za-z][0-9A-Za-z_-]{1,127}", key) is not None
 
 def _checksum(meta, record, payload) -> str:
@@ -53,7 +58,7 @@ def _meta(kind, key, parts, prefix):
 def pack_entry(
     kind:str, # one of `EVERY_KIND`
     key:str, # digest of `parts`
-    tensor, # of any dtype and shape
+    tensor:"torch.Tensor", # of any dtype and shape
     parts:dict|None=None, # what the key was made of
     prefix:str|None=None, # key of the `prompt_prefix`, if the tensor is the rest of an embedding
 ) -> bytes: # a safetensors file
@@ -64,9 +69,11 @@ def pack_entry(
     if t.is_floating_point() and not bool(torch.isfinite(t if t.element_size() > 1 else t.float()).all()):
         raise CacheEntryError(f"`{kind}` {key} holds NaN or inf and is not stored; "
                               "encode in bfloat16 or float32, float16 overflows in this model")
-    raw, meta = save({kind: t}), _meta(kind, key, parts, prefix)
+    raw = save({kind: t})
+    meta = _meta(kind, key, parts, prefix)
     n = 8 + int.from_bytes(raw[:8], "little")
-    record, payload = json.loads(raw[8:n])[kind], memoryview(raw)[n:]
+    record = json.loads(raw[8:n])[kind]
+    payload = memoryview(raw)[n:]
     meta["checksum"] = _checksum(meta, record, payload)
     return b"".join((_header(kind, meta, record), payload))
 
@@ -76,7 +83,8 @@ _NAMES = dict(float32=("F32", 4), bfloat16=("BF16", 2), float16=("F16", 2), bool
 def entry_bytes(
     kind:str, key:str, parts:dict, # as for `pack_entry`
     dtype:str, # float32, bfloat16, float16, bool or uint8
-    shape, prefix:str|None=None,
+    shape:Sequence[int],
+    prefix:str|None=None,
 ) -> int:
     "Size of the file that `pack_entry` would make."
     name, size = _NAMES[dtype]
@@ -100,12 +108,14 @@ MOST_HEADER = 32_000_000 # bytes; a LoRA of 2,000 tensors needs 300,000
 def _ends_at(record:object) -> int: # of a header; 0 if it does not say
     "The byte, after the header, at which a tensor ends."
     place = record.get("data_offsets") if isinstance(record, dict) else None
-    known = isinstance(place, list) and len(place) == 2 and type(place[1]) is int
-    return place[1] if known else 0
+    if isinstance(place, list) and len(place) == 2 and type(place[1]) is int:
+        return place[1]
+    return 0
 
-def _fault_of_head(head:bytes, size:int) -> tuple: # (fault, remedy), or None
+def _fault_of_head(head:bytes, size:int) -> tuple[str, str]|None: # (fault, remedy)
     "What is wrong with a file's first bytes."
-    kind, again = kind_of_bytes(head), "download or copy it again"
+    kind = kind_of_bytes(head)
+    again = "download or copy it again"
     length = int.from_bytes(head[:8], "little")
     if not size: return "it is empty", again
     if not head.strip(b"\0"): return "it has only zeros", again
@@ -169,7 +179,7 @@ def open_safetensors(
 
 LARGEST = 65504 # of float16, in which a GPU without bfloat16 computes
 
-def fault_of_numbers(tensor) -> str: # "" if there is none
+def fault_of_numbers(tensor:"torch.Tensor") -> str: # "" if there is none
     "Which number a tensor has that no weight should have: NaN, infinity, or one that float16 cannot hold."
     most = tensor.float() if tensor.element_size() == 1 else tensor
     largest = most.abs().amax().item()
@@ -181,13 +191,14 @@ def fault_of_numbers(tensor) -> str: # "" if there is none
 def unpack_entry(
     data:bytes, # of `pack_entry`
     kind:str, key:str, # expected
-): # (tensor, metadata: kind, key, parts as JSON text, checksum, format, perhaps prefix)
+) -> tuple["torch.Tensor", dict[str, str]]: # metadata: kind, key, parts as JSON text, checksum, format, perhaps prefix
     "Tensor and metadata of an entry. Raises `CacheEntryError` unless every byte is as written."
     from safetensors.torch import load
     def check(ok, message):
         if not ok: raise CacheEntryError(message)
     header = read_header(data)
-    meta, record = header.get("__metadata__", {}), header.get(kind)
+    meta = header.get("__metadata__", {})
+    record = header.get(kind)
     check(meta.get("format") == FORMAT, f"has format {str(meta.get('format'))[:20]!r}, not {FORMAT}")
     check((meta.get("kind"), meta.get("key")) == (kind, key), f"holds {meta.get('kind')} {meta.get('key')}")
     check("prefix" not in meta or kind != PREFIX and is_key(meta["prefix"]), "names an impossible prefix")
@@ -196,6 +207,7 @@ def unpack_entry(
         check(_header(kind, meta, record) == data[:start], "header differs")
         check(_checksum(meta, record, memoryview(data)[start:]) == meta["checksum"], "checksum differs")
         return load(data)[kind], meta
-    except CacheEntryError: raise
+    except CacheEntryError:
+        raise
     except Exception as e:
         raise CacheEntryError(f"not a whole safetensors file ({type(e).__name__}: {e})") from e

@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Callable
+from typing import TYPE_CHECKING, Any, BinaryIO, Callable, Iterable, Iterator
 
 from .cache_entries import EVERY_KIND, CacheEntryError, is_key, unpack_entry
 from .files import cached_file_property, path_from, write_atomic
 from .packed_index import (
     DATABASE, FORMAT, EntryDatabase, EntryDict, OtherText, PackedEntry, index_checksum, index_text,
     scan_older_index, unusable, write_database)
+
+if TYPE_CHECKING:
+    import torch
 
 # %% ../../nbs/core/05_cache_layers.ipynb #10ca2abd
 def check_kind(kind:str, key:str="00"):
@@ -32,25 +35,49 @@ def check_kind(kind:str, key:str="00"):
 class FolderStore:
     "One file per entry: `<kind>/<ab>/<key>.safetensors`."
     packed = False
-    copy = None # of a remote layer: `LocalCopy`
-    def __init__(self, folder): self.folder, self.name = Path(folder), str(folder)
+    copy: Any = None # of a remote layer: `LocalCopy`
+
+    def __init__(self, folder:str|Path):
+        self.folder, self.name = Path(folder), str(folder)
+
     def __repr__(self): return str(self.folder)
-    def path(self, kind, key):
+
+    def path(self, kind:str, key:str) -> Path:
+        "The file of an entry, which may not exist. Raises ValueError for an impossible kind or key."
         check_kind(kind, key)
         return Path(self.folder, kind, key[:2], f"{key}.safetensors")
 
     file = path # the file with an entry
-    def has(self, kind, key) -> bool: return os.path.isfile(self.path(kind, key))
-    def read(self, kind, key) -> bytes: return self.path(kind, key).read_bytes()
-    def where(self, kind, key) -> str: return str(self.path(kind, key))
-    def header(self, kind, key): return self.payload(kind, key)[2]
-    def renew(self, kind, key) -> bool: return False # is there another copy to read?
-    def payload(self, kind, key) -> tuple: # (file, offset of the tensor, header)
-        with open(path := self.path(kind, key), "rb") as f:
+
+    def has(self, kind:str, key:str) -> bool:
+        "Is there such an entry?"
+        return os.path.isfile(self.path(kind, key))
+
+    def read(self, kind:str, key:str) -> bytes:
+        "The bytes of an entry, as `pack_entry` made them."
+        return self.path(kind, key).read_bytes()
+
+    def where(self, kind:str, key:str) -> str:
+        "The place of an entry, for messages."
+        return str(self.path(kind, key))
+
+    def header(self, kind:str, key:str) -> bytes:
+        "The safetensors header of an entry: JSON text, padded with blanks."
+        return self.payload(kind, key)[2]
+
+    def renew(self, kind:str, key:str) -> bool:
+        "Is there another copy to read? Not of a folder's entry."
+        return False
+
+    def payload(self, kind:str, key:str) -> tuple[Path, int, bytes]:
+        "(file, offset of the tensor in it, header) of an entry."
+        path = self.path(kind, key)
+        with open(path, "rb") as f:
             n = int.from_bytes(f.read(8), "little")
             return path, 8 + n, f.read(min(n, 1 << 20))
 
-    def entries(self, kind): # (key, bytes) of each entry, sorted
+    def entries(self, kind:str) -> Iterator[tuple[str, int]]:
+        "(key, bytes) of each entry of a kind, sorted."
         check_kind(kind)
         root = self.folder/kind
         for ab in sorted(d.name for d in root.glob("??") if d.is_dir()):
@@ -58,18 +85,20 @@ class FolderStore:
                 files = sorted((e.name, e.stat().st_size) for e in found if e.name.endswith(".safetensors"))
             for name, size in files:
                 key = name.removesuffix(".safetensors")
-                if is_key(key) and key[:2] == ab: yield key, size
+                if is_key(key) and key[:2] == ab:
+                    yield key, size
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ec5081e
-def read_entry(layer, kind:str, key:str): # as `unpack_entry`
+def read_entry(layer:"FolderStore|ShardStore", kind:str, key:str) -> tuple["torch.Tensor", dict]: # as `unpack_entry`
     "Read an entry and check it; a bad local copy of a remote one is fetched again."
-    try: return unpack_entry(layer.read(kind, key), kind, key)
+    try:
+        return unpack_entry(layer.read(kind, key), kind, key)
     except CacheEntryError:
         if not layer.renew(kind, key): raise
     return unpack_entry(layer.read(kind, key), kind, key)
 
 def verify_entry(
-    layer, # `FolderStore` or `ShardStore`
+    layer:"FolderStore|ShardStore",
     kind:str, key:str,
     reread:bool=True, # read the file even if it passed before?
 ) -> str: # what is wrong with the entry, or ""
@@ -78,9 +107,15 @@ def verify_entry(
         read_entry(layer, kind, key)
         return True
     for _ in range(2): # another process may have deleted a remote shard's local copy
-        try: check() if reread else cached_file_property(layer.file(kind, key), f"good {kind} {key}", check)
-        except FileNotFoundError: continue
-        except (CacheEntryError, OSError) as e: return str(e)
+        try:
+            if reread:
+                check()
+            else:
+                cached_file_property(layer.file(kind, key), f"good {kind} {key}", check)
+        except FileNotFoundError:
+            continue
+        except (CacheEntryError, OSError) as e:
+            return str(e)
         return ""
     return "is gone"
 
@@ -94,14 +129,19 @@ def _opened(layer, kind, key, tries=3):
         if not layer.packed or tries == 1: raise
     return _opened(layer, kind, key, tries - 1)
 
-def mapped(layer, kind:str, key:str): # tensor; writing to it does not change the file
+def mapped(
+    layer:"FolderStore|ShardStore",
+    kind:str, key:str,
+) -> "torch.Tensor": # writing to it does not change the file
     "A memory-mapped entry, not checked: call `verify_entry` first."
     import torch
     f, offset, header = _opened(layer, kind, key)
-    dtype, shape = (json.loads(header)[kind][k] for k in ("dtype", "shape"))
-    with f: data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-    t = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[dtype]), count=math.prod(shape), offset=offset)
-    return t.view(shape)
+    record = json.loads(header)[kind]
+    with f:
+        data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+    dtype = getattr(torch, _DTYPES[record["dtype"]])
+    t = torch.frombuffer(data, dtype=dtype, count=math.prod(record["shape"]), offset=offset)
+    return t.view(record["shape"])
 
 # %% ../../nbs/core/05_cache_layers.ipynb #06d595f1
 INDEX = "cache-index.json"
@@ -110,8 +150,9 @@ INDEX = "cache-index.json"
 class ShardStore:
     "A few shards and an index, read-only."
     packed = True
-    copy = None
-    def __init__(self, folder):
+    copy: Any = None # of a remote layer: `LocalCopy`
+
+    def __init__(self, folder:str|Path):
         self.folder, self.name = Path(folder), str(folder)
         self._take(_read_index(self.folder/INDEX))
 
@@ -122,19 +163,33 @@ class ShardStore:
     ):
         "Read what is in the index."
         self.shards, self.identities = index["shards"], index["identities"]
-        self.open_files = {}
-        self.database, self.index = None, index.get("entries")
-        if self.index is not None: return # an older index
+        self.open_files: dict[tuple[int, int], BinaryIO] = {} # {(process, shard): file}
+        self.database: EntryDatabase|None = None
+        self.index: dict[str, Any] = index.get("entries", {}) # {kind: table of places}
+        if "entries" in index: return # an older index
         self.database = EntryDatabase(self.folder/DATABASE, index["database"], index["known_sizes"],
                                       name or str(self.folder/INDEX), fetch)
         self.index = self.database.kinds()
 
     def __repr__(self): return f"{self.name} (packed)"
-    def renew(self, kind, key) -> bool: return False
-    def header(self, kind, key): return ShardStore.payload(self, kind, key)[2]
     def __getstate__(self): return self.__dict__ | {"open_files": {}} # loader processes open their own
-    def file(self, kind, key) -> Path: return self.folder/self.shards[self.index[kind].shard_of(key)]
-    def where(self, kind, key) -> str: return f"{self.folder/self._shard(kind, key)}: {kind} {key}"
+
+    def renew(self, kind:str, key:str) -> bool:
+        "Is there another copy to read? Only of a remote layer's entry."
+        return False
+
+    def header(self, kind:str, key:str) -> str:
+        "The safetensors header of an entry, from the index."
+        return ShardStore.payload(self, kind, key)[2]
+
+    def file(self, kind:str, key:str) -> Path:
+        "The shard with an entry. Raises KeyError if there is none."
+        return self.folder/self.shards[self.index[kind].shard_of(key)]
+
+    def where(self, kind:str, key:str) -> str:
+        "The place of an entry, for messages."
+        return f"{self.folder/self._shard(kind, key)}: {kind} {key}"
+
     def _shard(self, kind:str, key:str) -> str:
         "The file with an entry, for messages."
         try:
@@ -142,18 +197,22 @@ class ShardStore:
         except CacheEntryError:
             return DATABASE # has no good place of it
 
-    def has(self, kind, key) -> bool:
+    def has(self, kind:str, key:str) -> bool:
+        "Is there such an entry?"
         check_kind(kind, key)
         return key in self.index.get(kind, ())
 
-    def entries(self, kind): # (key, bytes) of each entry, sorted
+    def entries(self, kind:str) -> Iterator[tuple[str, int]]:
+        "(key, bytes) of each entry of a kind, sorted."
         return self.index[kind].sizes() if kind in self.index else iter(())
 
-    def payload(self, kind, key) -> tuple:
+    def payload(self, kind:str, key:str) -> tuple[Path, int, str]:
+        "(shard, offset of the tensor in it, header) of an entry."
         shard, begin, _, header = self.index[kind][key]
         return self.folder/self.shards[shard], begin, header
 
-    def read(self, kind, key) -> bytes:
+    def read(self, kind:str, key:str) -> bytes:
+        "The bytes of an entry, as `pack_entry` made them."
         shard, begin, size, header = self.index[kind][key]
         data = os.pread(self._file(shard).fileno(), size, begin)
         return b"".join((len(header.encode()).to_bytes(8, "little"), header.encode(), data))
@@ -184,7 +243,8 @@ def _read_index(
 
 # %% ../../nbs/core/05_cache_layers.ipynb #c8939001
 def _checked(index, path, known) -> dict: # known: sizes of remote shards, or None
-    shards, most = index["shards"], index.pop("most", None)
+    shards = index["shards"]
+    most = index.pop("most", None)
     named = all(re.fullmatch(r"cache-[0-9-]+\.safetensors", s) for s in shards)
     _check(named, "it names other files than shards")
     files = [*shards, DATABASE] if "database" in index else shards
@@ -218,7 +278,9 @@ def _checked_database(
     remote:bool, # from a listing?
 ) -> dict: # with `known_sizes` of the shards
     "Raises ValueError if the index does not fit the files."
-    facts, shards, ours = index["database"], index["shards"], "it was not written by qie_nb"
+    ours = "it was not written by qie_nb"
+    facts = index["database"]
+    shards = index["shards"]
     _check(index["format"] == FORMAT, f"its format is {str(index['format'])[:20]!r}, not {FORMAT}")
     _check(facts["name"] == DATABASE and type(facts["size"]) is int, ours)
     _check(re.fullmatch("[0-9a-f]{64}", facts["sha256"]) is not None, ours)
@@ -233,30 +295,30 @@ def _checked_database(
     return index | dict(known_sizes=[known[s] for s in shards])
 
 # %% ../../nbs/core/05_cache_layers.ipynb #2f33ae15
-def open_layer(folder:Path): # `ShardStore` if there is an index, else `FolderStore`
-    "A folder as a layer of a cache."
+def open_layer(folder:str|Path) -> FolderStore|ShardStore:
+    "A folder as a layer of a cache: a `ShardStore` if it has an index."
     return ShardStore(folder) if (Path(folder)/INDEX).is_file() else FolderStore(folder)
 
 # %% ../../nbs/core/05_cache_layers.ipynb #5b000006
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]+):/+")
 
-def is_url(path) -> bool:
+def is_url(path:str|Path) -> bool:
     "Is it a URL, also one that became a `Path`?"
     return _SCHEME.match(str(path)) is not None or "::" in str(path) and "://" in str(path)
 
-def url_text(path) -> str:
+def url_text(path:str|Path) -> str:
     "A URL as text, with the slashes that `Path` removes."
     text = str(path).rstrip("/")
     found = None if "::" in text else _SCHEME.match(text)
     if not found: return text
-    root = "/" * (found[1] in ("file", "local"))
+    root = "/" if found[1] in ("file", "local") else ""
     return f"{found[1]}://{root}{text[found.end():]}"
 
-def layer_place(path): # a `Path`, or a URL as text
-    "One of `cache.cache_dir`."
+def layer_place(path:str|Path) -> Path|str:
+    "One of `cache.cache_dir`: a `Path`, or a URL as text."
     return url_text(path) if is_url(path) else Path(path).expanduser()
 
-def may_hold_cache(path) -> bool:
+def may_hold_cache(path:str|Path) -> bool:
     "Is it a folder that exists, or a URL?"
     return is_url(path) or Path(path).expanduser().is_dir()
 
@@ -288,46 +350,55 @@ def _plain_address(found:re.Match) -> str:
 def open_place(
     place:Path|str, # of `layer_place`
     copy_gb:float|None=None, # limit of the local copies of remote shards
-): # `RemoteStore` of a URL, else as `open_layer`
+) -> FolderStore|ShardStore: # of a URL a `RemoteStore`, which is a `ShardStore`
     "A folder or URL as a layer of a cache."
     if not is_url(place):
         return open_layer(place)
     from qie_nb.extras.remote_shards import RemoteStore
-    return RemoteStore(place, copy_gb)
+    return RemoteStore(str(place), copy_gb)
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ad03ed8
 @contextmanager
 def empty_output_dir(
-    out, # new or empty folder
+    out:str|Path, # new or empty folder
     replace:bool=False, # may it hold a packed cache?
-): # yields the folder to write into
+) -> Iterator[Path]: # yields the folder to write into
     "A folder for a packed cache. Raises ValueError if it holds other files."
     out = path_from(out, "`out`", "give a folder on this machine, and copy it afterwards")
     there = os.listdir(out) if out.is_dir() else []
     shard = re.compile(r"cache-\d{5}-\d{5}\.safetensors")
     ours = all(name in (INDEX, DATABASE) or shard.fullmatch(name) for name in there)
     if there and not (ours and replace):
-        hint = ", or set `replace`" * (INDEX in there)
+        hint = ", or set `replace`" if INDEX in there else ""
         raise ValueError(f"`out` {str(out)!r} is not empty; name a new folder to pack into{hint}")
-    new, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
-    for d in (new, old): shutil.rmtree(d, ignore_errors=True)
+    new = out.with_name(f".{out.name}.new")
+    old = out.with_name(f".{out.name}.old")
+    for folder in (new, old):
+        shutil.rmtree(folder, ignore_errors=True)
     yield new if there else out
     if not there: return
-    os.rename(out, old), os.rename(new, out)
+    os.rename(out, old)
+    os.rename(new, out)
     shutil.rmtree(old)
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6d244f42
 def write_packed(
     out:Path, # of `empty_output_dir`
-    entries, # (layer, kind, key) of each
+    entries:Iterable[tuple[FolderStore|ShardStore, str, str]], # (layer, kind, key) of each
     identities:dict, # of the encoders
     shard_bytes:int=2_000_000_000, # limit of shards with several entries
 ) -> list: # files written
     "Pack entries into shards and an index. Raises a `CacheEntryError` with all bad entries."
-    shards, bad, free = [[]], [], shard_bytes
+    shards: list[list[tuple]] = [[]] # (layer, kind, key, bytes of the tensor, of the header)
+    bad = []
+    free = shard_bytes
     for layer, kind, key in entries:
-        try: unpack_entry(data := layer.read(kind, key), kind, key)
-        except (CacheEntryError, OSError) as e: bad.append(f"{layer.where(kind, key)} {e}"); continue
+        try:
+            data = layer.read(kind, key)
+            unpack_entry(data, kind, key)
+        except (CacheEntryError, OSError) as e:
+            bad.append(f"{layer.where(kind, key)} {e}")
+            continue
         if shards[-1] and len(data) > free:
             shards.append([])
             free = shard_bytes
@@ -356,8 +427,12 @@ def _header_of(layer, kind, key) -> str:
     header = layer.payload(kind, key)[2]
     return header if isinstance(header, str) else header.decode()
 
-def _write_shard(path, shard) -> tuple: # (tensors' positions, sha256); reads one entry at a time
-    records, begins, offset, digest = [], [], 0, hashlib.sha256()
+def _write_shard(path:Path, shard:list[tuple]) -> tuple[list[int], str]:
+    "Write a shard, one entry at a time. Returns (positions of the tensors, sha256)."
+    records = []
+    begins = [] # of the tensors, after the header
+    offset = 0
+    digest = hashlib.sha256()
     for layer, kind, key, size, _ in shard:
         record = json.loads(_header_of(layer, kind, key))[kind] | dict(data_offsets=[offset, offset + size])
         records.append(f"{json.dumps(f'{kind}/{key}')}:{json.dumps(record, separators=(',', ':'))}")
@@ -365,8 +440,12 @@ def _write_shard(path, shard) -> tuple: # (tensors' positions, sha256); reads on
         offset += size
     text = f"{{{','.join(records)}}}".encode()
     text += b" " * (-len(text) % 8)
-    blocks = (layer.read(kind, key)[-size:] if size else b"" for layer, kind, key, size, _ in shard)
-    def hashed(block): digest.update(block); return block
-    blocks = map(hashed, chain([len(text).to_bytes(8, "little") + text], blocks))
-    write_atomic(path, blocks, size=8 + len(text) + offset)
+    def blocks() -> Iterator[bytes]:
+        yield len(text).to_bytes(8, "little") + text
+        for layer, kind, key, size, _ in shard:
+            yield layer.read(kind, key)[-size:] if size else b""
+    def hashed(block):
+        digest.update(block)
+        return block
+    write_atomic(path, map(hashed, blocks()), size=8 + len(text) + offset)
     return [8 + len(text) + begin for begin in begins], digest.hexdigest()

@@ -8,7 +8,7 @@ __all__ = ['ALWAYS', 'IN_TRAINING', 'NEVER', 'Choice', 'TimeLimit', 'EvalInterva
 
 # %% ../../nbs/core/14_choice.ipynb #6bc6a7bb
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .display import table_html, text_table, is_interactive, kernel
 
@@ -52,7 +52,7 @@ _SHORT = (("device", "dtype", "products", "quantize", "modulation", "compile", "
 class TimeLimit(NamedTuple):
     "When a run stops by itself."
     hours: float
-    since: float = None # time.time() of the session's start; None: the call of `fit`
+    since: float|None = None # time.time() of the session's start; None: the call of `fit`
 
     def end(self, began:float) -> float: # time.time(), of the call of `fit` and of the end
         "When the run ends."
@@ -65,10 +65,10 @@ class TimeLimit(NamedTuple):
 class EvalInterval(NamedTuple):
     "How often a run is evaluated, or saved."
     epochs: int = 0
-    steps: int = None
+    steps: int|None = None
     parts: int = 0 # of the run, if neither is set; with at least 20 steps each
 
-    def of(self, max_steps:int) -> tuple: # (epochs, steps) between evaluations
+    def of(self, max_steps:int) -> tuple[int, int|None]: # (epochs, steps) between evaluations
         "The interval in a run of so many steps."
         if not self.parts:
             return self.epochs, self.steps
@@ -83,20 +83,22 @@ class EvalInterval(NamedTuple):
 
 class RunLength(NamedTuple):
     "How long a run is: one of three."
-    samples: int = None # of all processes together
-    steps: int = None # optimizer steps
-    epochs: int = None # passes over the data
+    samples: int|None = None # of all processes together
+    steps: int|None = None # optimizer steps
+    epochs: int|None = None # passes over the data
 
     def steps_of(self,
         per_step:int, # samples of a step, of all processes
         per_epoch:int|None=None, # steps of an epoch; None: not known
-    ) -> int: # None: not known
+    ) -> int|None: # None: not known
         "The optimizer steps of a run."
         if self.steps:
             return self.steps
         if self.samples:
             return -(-self.samples // per_step)
-        return per_epoch and self.epochs * per_epoch
+        if not self.epochs or per_epoch is None:
+            return None
+        return self.epochs * per_epoch
 
     def __str__(self) -> str:
         "As the table shows it."
@@ -129,40 +131,42 @@ def _written(value:object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 # %% ../../nbs/core/14_choice.ipynb #ccfc359a
+_NOT_MADE: Any = None # by this plan: one for encoding makes fewer decisions
+
 @dataclass(frozen=True)
 class Plan:
     "All decisions about a run on this machine; displays as a table."
-    device: Choice = None # the main one: cpu, cuda:0, mps
-    sharded: Choice = None # the transformer, over several processes (FSDP)?
-    dtype: Choice = None # of the frozen base: bfloat16 or float32
-    products: Choice = None # how the blocks multiply: as the dtype, or scaled float16
-    quantize: Choice = None # of the transformer: a name, or None
-    split: Choice = None # devices that share the blocks, or None
-    block_swap: Choice = None # the blocks in host memory?
-    offload: Choice = None # checkpointed inputs in host memory?
-    modulation: Choice = None # a table instead of the layers: `ALWAYS`, `IN_TRAINING` or `NEVER`
-    compile: Choice = None # the blocks?
-    checkpointing: Choice = None # do the blocks recompute: yes, no, or selective
-    processes: Choice = None # number of them
-    vae_device: Choice = None # while encoding
-    text_encoder_device: Choice = None # the same
-    text_encoder_quantize: Choice = None # a name, or None
-    encode_batch: Choice = None # images or prompts encoded at once
-    decoder: Choice = None # where the VAE decodes evaluation images
-    delete_shards: Choice = None # downloaded files once they are quantized?
-    length: Choice = None # `RunLength`
-    held_out: Choice = None # share of the control images, a number of them, or the words for one
-    eval_interval: Choice = None # `EvalInterval`
-    save_interval: Choice = None # the same
-    hours: Choice = None # `TimeLimit`, or None
-    changes: tuple = () # of `Change`: what this plan wants otherwise than the configuration
+    device: Choice = _NOT_MADE # the main one: cpu, cuda:0, mps
+    sharded: Choice = _NOT_MADE # the transformer, over several processes (FSDP)?
+    dtype: Choice = _NOT_MADE # of the frozen base: bfloat16 or float32
+    products: Choice = _NOT_MADE # how the blocks multiply: as the dtype, or scaled float16
+    quantize: Choice = _NOT_MADE # of the transformer: a name, or None
+    split: Choice = _NOT_MADE # devices that share the blocks, or None
+    block_swap: Choice = _NOT_MADE # the blocks in host memory?
+    offload: Choice = _NOT_MADE # checkpointed inputs in host memory?
+    modulation: Choice = _NOT_MADE # a table instead of the layers: `ALWAYS`, `IN_TRAINING` or `NEVER`
+    compile: Choice = _NOT_MADE # the blocks?
+    checkpointing: Choice = _NOT_MADE # do the blocks recompute: yes, no, or selective
+    processes: Choice = _NOT_MADE # number of them
+    vae_device: Choice = _NOT_MADE # while encoding
+    text_encoder_device: Choice = _NOT_MADE # the same
+    text_encoder_quantize: Choice = _NOT_MADE # a name, or None
+    encode_batch: Choice = _NOT_MADE # images or prompts encoded at once
+    decoder: Choice = _NOT_MADE # where the VAE decodes evaluation images
+    delete_shards: Choice = _NOT_MADE # downloaded files once they are quantized?
+    length: Choice = _NOT_MADE # `RunLength`
+    held_out: Choice = _NOT_MADE # share of the control images, a number of them, or the words for one
+    eval_interval: Choice = _NOT_MADE # `EvalInterval`
+    save_interval: Choice = _NOT_MADE # the same
+    hours: Choice = _NOT_MADE # `TimeLimit`, or None
+    changes: tuple[Change, ...] = () # what this plan wants otherwise than the configuration
 
-    def choices(self) -> dict: # {name of the field: Choice}
+    def choices(self) -> dict[str, Choice]: # by the name of the field
         "The decisions that are made."
         made = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: choice for name, choice in made.items() if isinstance(choice, Choice)}
 
-    def rows(self) -> list: # of `Row`
+    def rows(self) -> list[Row]:
         "The decisions as the table shows them."
         out = []
         for name, c in self.choices().items():
@@ -172,7 +176,7 @@ class Plan:
             out.append(Row(_LABELS[name], _written(c.value), c.problem or c.why, setting))
         return out
 
-    def lines(self) -> list: # of texts
+    def lines(self) -> list[str]:
         "The values in a few lines, for the output of a batch run."
         made, out = self.choices(), []
         for names in _SHORT:

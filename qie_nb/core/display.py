@@ -11,30 +11,43 @@ __all__ = ['VIEW', 'kernel', 'is_interactive', 'short_time', 'duration', 'digits
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0003
 import base64, importlib, io, math, os, re, sys, threading, time
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from urllib.parse import quote
 from uuid import uuid4
 
-from fastcore.basics import patch
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+    from PIL import Image
+    from tqdm import tqdm
 
 # %% ../../nbs/core/02_display.ipynb #aea11918
-def kernel(): # of Jupyter in this process, or None
+def kernel() -> Any: # of ipykernel, which has no types; or None
+    "The kernel of Jupyter that this process runs in, or None in a script."
     if "ipykernel" not in sys.modules: return None
     from IPython import get_ipython
     return getattr(get_ipython(), "kernel", None)
 
-def is_interactive(stream=None) -> bool: # of the progress bar, default stderr
+def is_interactive(stream:TextIO|None=None) -> bool: # of the progress bar; default stderr
     "Is there a user at a terminal or a live notebook?"
     k = kernel() if stream is None else None
-    if k is None: return bool(getattr(stream or sys.stderr, "isatty", lambda: False)())
+    if k is None:
+        isatty = getattr(stream or sys.stderr, "isatty", None)
+        return isatty is not None and bool(isatty())
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch": return False
     return "google.colab" in sys.modules or bool(getattr(k, "_allow_stdin", True))
 
 def short_time(seconds:float) -> str:
     "Seconds as text: 42 s, 3:05 min, 1:02 h."
     s = int(seconds)
-    return f"{s} s" if s < 60 else f"{s//60}:{s%60:02} min" if s < 3600 else f"{s//3600}:{s%3600//60:02} h"
+    if s < 60:
+        return f"{s} s"
+    if s < 3600:
+        return f"{s//60}:{s%60:02} min"
+    return f"{s//3600}:{s%3600//60:02} h"
 
 def duration(seconds:float) -> str:
     "An estimate as text, rounded: 15 min, 1.8 h."
@@ -49,8 +62,11 @@ def digits_text(v:float, digits:int=2, least:int=0) -> str: # significant digits
         return f"{v:.{digits - 1}e}"
     return f"{v:.{max(least, decimals_of(v, digits))}f}"
 
-def decimals_of(v:float, digits:int) -> int: # that show so many significant digits
-    return max(0, digits - 1 - math.floor(math.log10(abs(v)))) if v and math.isfinite(v) else 0
+def decimals_of(v:float, digits:int) -> int:
+    "How many decimals show so many significant digits of a number; 0 for 0, NaN and infinity."
+    if not v or not math.isfinite(v):
+        return 0
+    return max(0, digits - 1 - math.floor(math.log10(abs(v))))
 
 def two_numbers(a:float, b:float) -> str:
     "`0.60 to 0.19`: with the fewest digits, two or more, that tell them apart."
@@ -65,41 +81,55 @@ class NotebookBar:
     "A progress bar in the output of a cell."
     def __init__(self, text:str, leave:bool=True): # does it stay at the end?
         from IPython.display import HTML, display
-        self.html, self.leave, self.last, self.page = HTML, leave, 0., ""
+        self.html, self.leave = HTML, leave
+        self.last, self.page = 0., "" # time.time() of the last drawing, what was drawn
         self.handle = display(HTML(escape(text)), display_id=True)
 
-    def show(self, n, total, text):
+    def show(self, n:int, total:int, text:str) -> None: # steps done, all steps, text beside the bar
+        "Set the bar; it is drawn at most five times a second, and at the end."
         self.page = f'<progress value="{n}" max="{total}"></progress> {escape(text)}'
-        if time.time() - self.last > 0.2 or n == total: self.draw()
+        if time.time() - self.last > 0.2 or n == total:
+            self.draw()
 
-    def draw(self):
+    def draw(self) -> None:
+        "Replace the cell's output by the bar as it is now."
         self.last = time.time()
-        if self.handle is not None: self.handle.update(self.html(self.page))
+        if self.handle is not None:
+            self.handle.update(self.html(self.page))
 
-    def close(self):
-        if not self.leave: self.page = ""
+    def close(self) -> None:
+        "Draw the bar for the last time, or remove it."
+        if not self.leave:
+            self.page = ""
         self.draw()
 
 # %% ../../nbs/core/02_display.ipynb #006bcd5d
 class Progress:
     "Counts steps, with rate and time left, as a bar or as lines."
-    began, bars = None, 0 # time of the first progress; open bars
-    hush = None # a panel that shows the progress instead
-    tell = None # function of (what, n, total) that shows it instead, in a process without a user
+    began: ClassVar[float|None] = None # time of the first progress
+    bars: ClassVar[int] = 0 # open bars
+    hush: ClassVar[object] = None # a panel that shows the progress instead
+    # shows (what, n, total) instead, in a process without a user
+    tell: ClassVar[Callable[[str, int, int], Any]|None] = None
+
     def __init__(self,
         total:int, what:str="", # steps, name of the work
         start:int=0, # steps done before
         every:float=10., # seconds between lines at the beginning
-        stream=None, # default: lines to stdout, a terminal's bar to stderr
+        stream:TextIO|None=None, # default: lines to stdout, a terminal's bar to stderr
     ):
-        self.total, self.what, self.start, self.every = total, what, start, every
-        self.stream = stream
-        self.n, self.t0, self.bar = start, time.time(), None
+        self.total, self.what = total, what
+        self.every, self.stream = every, stream
+        self.start = self.n = start
+        self.t0 = time.time()
         self.due = self.t0 + min(1., every)
+        self.bar: NotebookBar|tqdm|None = None
         Progress.began = Progress.began or self.t0
-        if Progress.hush is None and Progress.tell is None and is_interactive(stream): self.bar = self.open_bar()
+        if Progress.hush is None and Progress.tell is None and is_interactive(stream):
+            self.bar = self.open_bar()
 
-    def open_bar(self):
+    def open_bar(self) -> "NotebookBar|tqdm":
+        "A bar in the cell's output or on the terminal."
         inner = Progress.bars > 0 # e.g. an evaluation: uses the same line and disappears
         Progress.bars += 1
         if self.stream is None and kernel() is not None: return NotebookBar(self.text(), not inner)
@@ -107,51 +137,67 @@ class Progress:
         return tqdm(total=self.total, desc=self.what, initial=self.start, file=self.stream or sys.stderr,
                     position=0, dynamic_ncols=True, leave=not inner)
 
-    def update(self, n:int=1, note:str=""):
+    def update(self, n:int=1, note:str="") -> None: # steps done since, text at the end of the line
+        "Count steps and show them."
         self.n += n
-        if Progress.tell is not None: return Progress.tell(self.what, self.n, self.total)
-        if self.bar is None: return self.line(note)
-        if isinstance(self.bar, NotebookBar): return self.bar.show(self.n, self.total, self.text(note))
-        if note: self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update(n)
+        if Progress.tell is not None:
+            Progress.tell(self.what, self.n, self.total)
+        elif self.bar is None:
+            self.line(note)
+        elif isinstance(self.bar, NotebookBar):
+            self.bar.show(self.n, self.total, self.text(note))
+        else:
+            if note:
+                self.bar.set_postfix_str(note, refresh=False)
+            self.bar.update(n)
 
-    def pace(self): # steps a second, seconds left or None
+    def pace(self) -> tuple[float, float|None]: # steps a second, seconds left
+        "The rate since the start, and the time left at this rate; None before the first step."
         rate = (self.n - self.start) / max(time.time() - self.t0, 1e-9)
         return rate, max(0, self.total - self.n) / rate if rate else None
 
-    def text(self, note="") -> str:
-        rate, left = self.pace()
-        left = "?" if left is None else short_time(left)
+    def text(self, note:str="") -> str:
+        "The progress in one line: `encoding 3/8, 1.50/s, 3 s left`."
+        rate, seconds = self.pace()
+        left = "?" if seconds is None else short_time(seconds)
         return f"{self.what} {self.n}/{self.total}, {rate:.2f}/s, {left} left {note}".rstrip()
 
-    def line(self, note=""):
+    def line(self, note:str="") -> None:
+        "Print the progress if a line is due: the longer the program runs, the fewer."
         now = time.time()
         if Progress.hush is not None or now < self.due and self.n != self.total: return
         _, left = self.pace()
         if self.every and left is not None and 0 < left < 3: return # the last line follows soon
-        self.due = now + min(300., max(self.every, (now - Progress.began) / 5)) if self.every else now
+        self.due = now
+        if self.every:
+            self.due += min(300., max(self.every, (now - (Progress.began or now)) / 5))
         print(self.text(note), file=self.stream or sys.stdout, flush=True)
 
-    def close(self):
+    def close(self) -> None:
+        "Close the bar, if there is one."
         if self.bar is None: return
         Progress.bars -= 1
         self.bar.close()
         self.bar = None
 
 # %% ../../nbs/core/02_display.ipynb #36c7a9a7
-def quiet_bars(stream=None) -> bool: # were they turned off?
+_BARS = [ # (module, its function that turns bars off); the first is of downloads
+    ("huggingface_hub.utils", "disable_progress_bars"),
+    ("transformers.utils.logging", "disable_progress_bar"),
+    ("diffusers.utils.logging", "disable_progress_bar")]
+
+def quiet_bars(stream:TextIO|None=None) -> bool: # were they turned off?
     "Turn off the bars of other libraries in batch runs; in a notebook all but those of downloads."
     live = is_interactive(stream)
     if live and kernel() is None: return False
-    for name, off in (("huggingface_hub.utils", "disable_progress_bars"),
-                      ("transformers.utils.logging", "disable_progress_bar"),
-                      ("diffusers.utils.logging", "disable_progress_bar"))[live:]:
-        if name.split(".")[0] in sys.modules: getattr(importlib.import_module(name), off)()
+    for name, off in _BARS[1:] if live else _BARS:
+        if name.split(".")[0] in sys.modules:
+            getattr(importlib.import_module(name), off)()
     return True
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0006
-def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; longer side
-    "A small copy of an image as JPEG."
+def image_bytes(image:"np.ndarray|Image.Image", most:int=320) -> bytes:
+    "A small copy of an image (an array is uint8 [H, W, 3]) as JPEG; `most` pixels a side."
     from PIL import Image
     im = image.convert("RGB") if isinstance(image, Image.Image) else Image.fromarray(image) # both are copies
     im.thumbnail((most, most))
@@ -159,15 +205,20 @@ def image_bytes(image, most:int=320) -> bytes: # uint8 [H, W, 3] or PIL image; l
     im.save(raw, "JPEG", quality=88)
     return raw.getvalue()
 
+def _height_width(image:"np.ndarray|Image.Image") -> tuple[int, int]:
+    "The pixels of an array or a PIL image."
+    w, h = image.shape[1::-1] if hasattr(image, "shape") else image.size
+    return h, w
+
 def image_html(
-    image,
+    image:"np.ndarray|Image.Image", # an array is uint8 [H, W, 3]
     title:str,
     height:int=160, # pixels
     share:str="100%", # of the page's width, at most
 ) -> str:
     "An embedded image with its title below, escaped."
     data = base64.b64encode(image_bytes(image, 3 * height)).decode()
-    h, w = image.shape[:2] if hasattr(image, "shape") else image.size[::-1]
+    h, w = _height_width(image)
     across = round(height * w / h)
     width = max(160, across) # long titles wrap
     return ('<figure style="display:inline-block;margin:4px;text-align:center;vertical-align:top;'
@@ -194,7 +245,7 @@ def image_rows(
             out += ('<div style="grid-column:1/-1;text-align:left;font-size:13px">'
                     f'{escape(caption)}</div>')
         shape = cells[-1][0] # of the edit or of what it should be
-        h, w = shape.shape[:2] if hasattr(shape, "shape") else shape.size[::-1]
+        h, w = _height_width(shape)
         for image, note in cells:
             data = base64.b64encode(image_bytes(image, 2 * width)).decode()
             out += (f'<div><img alt="" style="width:100%;aspect-ratio:{w}/{h};object-fit:contain" '
@@ -213,19 +264,31 @@ def message_html(text:object) -> str:
     return "".join(shown)
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0011
-def table_html(rows, head=()) -> str: # rows of cells, column titles
-    "An HTML table; its texts are escaped."
+def _row_html(cells:Iterable, tag:str) -> str: # th or td
+    "A row of an HTML table; its texts are escaped."
     style = "text-align:left;padding:2px 14px 2px 0"
-    cell = lambda c, tag: f'<{tag} style="{style}">{message_html(c)}</{tag}>'
-    line = lambda cells, tag: "<tr>" + "".join(cell(c, tag) for c in cells) + "</tr>"
-    body = "".join(line(r, "td") for r in rows)
-    return f'<table style="line-height:1.4">{line(head, "th") if head else ""}{body}</table>'
+    inner = "".join(f'<{tag} style="{style}">{message_html(c)}</{tag}>' for c in cells)
+    return f"<tr>{inner}</tr>"
 
-def text_table(rows, head=()) -> str:
+def table_html(
+    rows:Iterable[Iterable], head:Sequence[str]=(), # cells, shown as text; titles of columns
+) -> str:
+    "An HTML table; its texts are escaped."
+    title = _row_html(head, "th") if head else ""
+    body = "".join(_row_html(row, "td") for row in rows)
+    return f'<table style="line-height:1.4">{title}{body}</table>'
+
+def text_table(
+    rows:Iterable[Iterable], head:Sequence[str]=(), # cells, shown as text; titles of columns
+) -> str:
     "The same table as aligned text."
-    lines = [[str(c) for c in r] for r in ([head] if head else []) + list(rows)]
+    all_rows = [head, *rows] if head else list(rows)
+    lines = [list(map(str, row)) for row in all_rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, widths)).rstrip() for r in lines)
+    out = []
+    for line in lines:
+        out.append("  ".join(map(str.ljust, line, widths)).rstrip())
+    return "\n".join(out)
 
 def badge(text:str, bad:bool=False) -> str: # does the user need to act?
     "A short text in a frame, escaped."
@@ -250,101 +313,128 @@ def link_to(path:Path) -> str: # HTML
     return f'<a href="{quote(inside.as_posix())}" target="_blank">{escape(inside.as_posix())}</a>'
 
 # %% ../../nbs/core/02_display.ipynb #4c4770f9
-def figure(**kw): # of matplotlib's `Figure`
+def figure(**kw:Any) -> "Figure": # arguments of matplotlib's `Figure`
     "A matplotlib figure that shows itself in a notebook without pyplot."
     from matplotlib.figure import Figure
     from PIL import Image
     class SmallFigure(Figure): # JPEG with images, a PNG of 64 colours without
         def _repr_mimebundle_(self, include=None, exclude=None):
-            raw, out, photo = io.BytesIO(), io.BytesIO(), any(a.images for a in self.axes)
+            raw = io.BytesIO()
             self.savefig(raw, format="png", dpi=100)
             im = Image.open(raw).convert("RGB")
-            if photo: im.save(out, "JPEG", quality=85)
-            else: im.quantize(64, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
-            return {"text/plain": repr(self), f"image/{'jpeg' if photo else 'png'}": out.getvalue()}
+            out = io.BytesIO()
+            if any(a.images for a in self.axes):
+                mime = "image/jpeg"
+                im.save(out, "JPEG", quality=85)
+            else:
+                mime = "image/png"
+                im.quantize(64, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+            return {"text/plain": repr(self), mime: out.getvalue()}
     return SmallFigure(**kw)
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0014
 class StatusText:
     "Progress as one text that is replaced."
     def __init__(self, total:int, what:str, # steps, name of the work
-        tell, # function of the text (HTML)
+        tell:Callable[[str], Any], # shows the text (HTML)
         every:float=0.3, # seconds between two texts
     ):
-        self.total, self.what, self.tell, self.every, self.n = total, what, tell, every, 0
+        self.total, self.what = total, what
+        self.tell, self.every = tell, every
+        self.n = 0
         self.began = self.last = time.monotonic()
 
-    def update(self, n:int=1):
-        self.n, now = self.n + n, time.monotonic()
+    def update(self, n:int=1) -> None: # steps done since
+        "Count steps; the text is replaced if the last one is old enough."
+        self.n += n
+        now = time.monotonic()
         if now - self.last < self.every: return
+        self.last = now
         rate = self.n / max(now - self.began, 1e-9)
-        self.last, left = now, short_time((self.total - self.n) / rate)
+        left = short_time((self.total - self.n) / rate)
         self.tell(f'<progress value="{self.n}" max="{self.total}"></progress> '
                   f"{escape(self.what)} {self.n} of {self.total}, {rate:.0f}/s, {left} left")
 
-def report_errors(tell, work) -> bool: # functions of an error's HTML, and of nothing; did it succeed?
-    "Run the work of a click and show its errors."
-    try: work()
-    except KeyboardInterrupt: tell(note("stopped; results so far are kept"))
-    except Exception as e: tell(note(f"{str(e) or 'failed'} ({type(e).__name__})"))
-    else: return True
+def report_errors(tell:Callable[[str], Any], work:Callable[[], Any]) -> bool: # did it succeed?
+    "Run the work of a click; `tell` gets the HTML of an error."
+    try:
+        work()
+    except KeyboardInterrupt:
+        tell(note("stopped; results so far are kept"))
+    except Exception as e:
+        tell(note(f"{str(e) or 'failed'} ({type(e).__name__})"))
+    else:
+        return True
     return False
 
 # %% ../../nbs/core/02_display.ipynb #7a1e000b
 class Display:
     "Base class of everything this library shows in a notebook."
-    _box = _page = None
-    def data(self) -> dict: raise NotImplementedError # for programs
-    def html(self) -> str: raise NotImplementedError # static form
-    def build(self): raise NotImplementedError # ipywidgets box
+    _box: Any = None # of ipywidgets, which has no types
+    _page: Any = None # the box with the rule of `live`
+    _mark: str = ""
+
+    def data(self) -> Any:
+        "What is shown, as plain data for programs."
+        raise NotImplementedError
+
+    def html(self) -> str:
+        "The static form, for a saved notebook."
+        raise NotImplementedError
+
+    def build(self) -> Any:
+        "The ipywidgets box, for a live notebook. A subclass without it has no widget."
+        raise NotImplementedError
 
     @property
-    def box(self): # built once
-        if self._box is None: self._box = self.build()
+    def box(self) -> Any:
+        "The widget, built once."
+        if self._box is None:
+            self._box = self.build()
         return self._box
 
     @property
-    def mark(self) -> str: # CSS class and display id
-        if "_mark" not in vars(self): self._mark = f"qie-{uuid4().hex[:12]}"
+    def mark(self) -> str:
+        "CSS class and display id of this object."
+        if not self._mark:
+            self._mark = f"qie-{uuid4().hex[:12]}"
         return self._mark
+
+    def live(self) -> dict: # MIME bundle
+        "The widget, with a rule that hides the HTML."
+        import ipywidgets as w
+        if self._page is None:
+            rule = w.HTML(f"<style>.{self.mark} {{display:none}}</style>", layout=w.Layout(display="none"))
+            self._page = w.VBox([self.box, rule])
+            self._page.add_class(f"{self.mark}-live")
+        return {VIEW: dict(version_major=2, version_minor=0, model_id=self._page.model_id)}
+
+    def refresh(self) -> None:
+        "Update the HTML everywhere it is shown."
+        from IPython.display import update_display
+        update_display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        "The static form; a rule hides a widget that has no kernel any more."
+        page = self.html()
+        if self._page is not None:
+            rule = f"<style>{_DEAD_WIDGET.format(mark=self.mark)} {{display:none}}</style>"
+            page = f'{rule}<div class="{self.mark}">{page}</div>'
+        return {"text/plain": repr(self), "text/html": page}
+
+    def _ipython_display_(self) -> None:
+        "Show the widget in a live notebook, and the HTML that remains when the notebook is saved."
+        from IPython.display import display
+        has_widget = type(self).build is not Display.build
+        if has_widget and kernel() is not None and is_interactive():
+            display(self.live(), raw=True)
+        display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
 
 # %% ../../nbs/core/02_display.ipynb #7a1e0021
 VIEW = "application/vnd.jupyter.widget-view+json" # of ipywidgets 7 and 8
 # a widget's output: JupyterLab sets `data-mime-type` on all others
 _DEAD_WIDGET = (".jp-OutputArea-child:has(> .jp-OutputArea-output:not([data-mime-type])):has(+ * .{mark})"
                 ":not(:has(.{mark}-live))")
-
-@patch
-def live(self:Display) -> dict: # MIME bundle
-    "The widget, with a rule that hides the HTML."
-    import ipywidgets as w
-    if self._page is None:
-        rule = w.HTML(f"<style>.{self.mark} {{display:none}}</style>", layout=w.Layout(display="none"))
-        self._page = w.VBox([self.box, rule])
-        self._page.add_class(f"{self.mark}-live")
-    return {VIEW: dict(version_major=2, version_minor=0, model_id=self._page.model_id)}
-
-@patch
-def _repr_mimebundle_(self:Display, include=None, exclude=None) -> dict:
-    page = self.html()
-    if self._page is not None:
-        rule = f"<style>{_DEAD_WIDGET.format(mark=self.mark)} {{display:none}}</style>"
-        page = f'{rule}<div class="{self.mark}">{page}</div>'
-    return {"text/plain": repr(self), "text/html": page}
-
-# %% ../../nbs/core/02_display.ipynb #7a1e0019
-@patch
-def _ipython_display_(self:Display):
-    from IPython.display import display
-    has_widget = type(self).build is not Display.build
-    if has_widget and kernel() is not None and is_interactive(): display(self.live(), raw=True)
-    display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
-
-@patch
-def refresh(self:Display):
-    "Update the HTML everywhere it is shown."
-    from IPython.display import update_display
-    update_display(self._repr_mimebundle_(), raw=True, display_id=self.mark)
 
 # %% ../../nbs/core/02_display.ipynb #39aff947
 def in_first_process() -> bool:
@@ -356,14 +446,14 @@ def print_first(text:str):
     if in_first_process():
         print(text)
 
-def running_cell() -> int: # None outside of a notebook
-    "The number of the notebook cell that runs now."
+def running_cell() -> int|None:
+    "The number of the notebook cell that runs now; None outside of a notebook."
     shell = getattr(kernel(), "shell", None)
     return getattr(shell, "execution_count", None)
 
 class PrintedResult:
     "A result that is printed when it is made; the same cell does not show it as its value."
-    printed_in = None # the number of a cell
+    printed_in: int|None = None # the number of a cell
 
     def announce(self, line:str): # what is printed
         "Print a line about this result."
@@ -379,7 +469,8 @@ class PrintedResult:
             display({"text/plain": repr(self)}, raw=True)
 
 # %% ../../nbs/core/02_display.ipynb #c11c0001
-def message_stream(k): # pyzmq stream of the kernel's requests for the main thread
+def message_stream(k:Any) -> Any: # kernel of ipykernel; stream of pyzmq
+    "The stream of the kernel's requests for the main thread, in ipykernel 6 and 7."
     thread = getattr(k, "shell_channel_thread", None)
     if thread is None: return k.shell_stream
     return thread.manager.get_shell_channel_to_subshell_pair(None).to_stream
@@ -387,9 +478,11 @@ def message_stream(k): # pyzmq stream of the kernel's requests for the main thre
 # %% ../../nbs/core/02_display.ipynb #c11c0004
 class ButtonPoller:
     "Handles clicks on some widgets while a cell runs in the main thread of a kernel."
-    def __init__(self, *widgets): self.ids, self.kernel = {w.model_id for w in widgets}, kernel()
+    def __init__(self, *widgets:Any): # of ipywidgets
+        self.ids = {w.model_id for w in widgets}
+        self.kernel = kernel()
 
-    def poll(self):
+    def poll(self) -> None:
         "Handle waiting messages of the widgets; 30 microseconds if there are none."
         if self.kernel is None or threading.current_thread() is not threading.main_thread(): return
         try:
@@ -397,20 +490,27 @@ class ButtonPoller:
             stream = message_stream(self.kernel)
             self.forward = stream._recv_callback
             stream._recv_callback = self.dispatch
-            try: stream.flush(zmq.POLLIN)
-            finally: stream._recv_callback = self.forward
-        except Exception: self.kernel = None # unknown kernel: clicks are handled after the cell
+            try:
+                stream.flush(zmq.POLLIN)
+            finally:
+                stream._recv_callback = self.forward
+        except Exception: # unknown kernel: clicks are handled after the cell
+            self.kernel = None
 
-    def dispatch(self, frames):
+    def dispatch(self, frames:list) -> None: # of zmq
         "Handle a message of our widgets; forward others to the kernel."
-        session, msg = self.kernel.session, None
+        session = self.kernel.session
+        msg = None
         try: # peek: a kernel refuses a message that was read in full
             ident, parts = session.feed_identities(frames, copy=False)
             peek = session.deserialize(parts, content=False, copy=False)
-            if peek["msg_type"] == "comm_msg" and session.unpack(peek["content"]).get("comm_id") in self.ids:
+            is_comm = peek["msg_type"] == "comm_msg"
+            if is_comm and session.unpack(peek["content"]).get("comm_id") in self.ids:
                 msg = session.deserialize(parts, content=True, copy=False)
-        except Exception: msg = None # the kernel reports what is wrong with it
-        if msg is None: return self.forward(frames)
+        except Exception: # the kernel reports what is wrong with it
+            msg = None
+        if msg is None:
+            return self.forward(frames)
         self.kernel.comm_manager.comm_msg(None, ident, msg)
 
 # %% ../../nbs/core/02_display.ipynb #5a1ec002
@@ -421,7 +521,7 @@ def counted_reasons(
     most:int=5, # kinds; the others are counted together
 ) -> list: # sentences
     "Reasons of one kind as one sentence, with a count."
-    kinds = {}
+    kinds: dict[str, list[tuple[str, str]]] = {}
     for name, why in reasons:
         kinds.setdefault(_OWN.sub("", why), []).append((name, why))
     out = []
@@ -429,28 +529,40 @@ def counted_reasons(
         (first, why), *others = found
         names = ", ".join(name for name, _ in found[:3]) + (", ..." if len(found) > 3 else "")
         out.append(f"{len(found)} alike ({names}), the first: {why}" if others else f"{first}: {why}")
-    rest = sum(map(len, list(kinds.values())[most:]))
+    rest = sum(len(found) for found in list(kinds.values())[most:])
     return [*out, f"and {rest} more"] if rest else out
 
 # %% ../../nbs/core/02_display.ipynb #5a1e0005
-def size_text(n:int) -> str:
+def size_text(n:float) -> str: # bytes
     "Bytes as text: 1.50 GB, 2.10 MB, 3.0 kB."
-    return f"{n/1e9:.2f} GB" if n >= 1e9 else f"{n/1e6:.2f} MB" if n >= 1e5 else f"{n/1e3:.1f} kB"
+    if n >= 1e9:
+        return f"{n/1e9:.2f} GB"
+    if n >= 1e5:
+        return f"{n/1e6:.2f} MB"
+    return f"{n/1e3:.1f} kB"
 
 def mode_text(layer:dict) -> str: # one of `get_cache_stats()["layers"]`
     "How a layer is used."
     if not layer.get("exists", True): return "not there yet"
     return "packed, " * layer["packed"] + ("written" if layer["writable"] else "only read")
 
-def quarantined_entries(folders, most:int=20) -> list: # of a cache's layers; (file name, reason)
-    "Entries in quarantine."
-    found = [p for f in folders for p in sorted((Path(f)/"quarantine").glob("*.reason.txt"))[:most]]
-    text = lambda p: p.read_text(encoding="utf-8", errors="replace").strip()
-    return [(p.name.removesuffix(".reason.txt"), text(p)) for p in found[:most]]
+def quarantined_entries(folders:Iterable[str|os.PathLike], most:int=20) -> list[tuple[str, str]]:
+    "(file name, reason) of entries in quarantine, in the folders of a cache's layers."
+    found: list[Path] = []
+    for folder in folders:
+        found += sorted((Path(folder)/"quarantine").glob("*.reason.txt"))[:most]
+    out = []
+    for p in found[:most]:
+        reason = p.read_text(encoding="utf-8", errors="replace").strip()
+        out.append((p.name.removesuffix(".reason.txt"), reason))
+    return out
 
-def _kinds_table(s) -> str:
+def _kinds_table(s:dict) -> str:
+    "Counts and bytes of each kind of entry, as HTML."
     names = ("needed", "present", "missing") if "samples" in s else ("present",)
-    rows = [(kind, *(v[n] for n in names), size_text(v["bytes"])) for kind, v in s["kinds"].items()]
+    rows = []
+    for kind, held in s["kinds"].items():
+        rows.append([kind, *map(held.get, names), size_text(held["bytes"])])
     return table_html(rows, ("kind", *(names if len(names) > 1 else ("entries",)), "size"))
 
 def _badges(s) -> str:
@@ -464,13 +576,15 @@ def _badges(s) -> str:
 # %% ../../nbs/core/02_display.ipynb #5a1e0009
 def status_html(s:dict) -> str: # from `status()` of a cache or a data set
     "The state of a cache as HTML, escaped."
-    name = lambda v: f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})"
-    models = "; ".join(map(name, s["models"].values()))
+    named = [f"{v.get('model')} ({v.get('variant')}, {v.get('dtype')})" for v in s["models"].values()]
+    models = "; ".join(named)
     layers = [(d["folder"], mode_text(d), d["count"], size_text(d["bytes"])) for d in s["layers"]]
     folders = table_html(layers, ("folder", "", "entries", "size")) if layers else ""
     why = note(s["why"]) if s.get("why") else ""
     pairs = [*s.get("skipped", ()), *s.get("unreadable", ()), *s["bad"], *s.get("aside", ())]
-    rows = [f"{a}: {b}" for a, b in pairs[:5]] + [f"and {len(pairs) - 5} more"] * (len(pairs) > 5)
+    rows = [f"{a}: {b}" for a, b in pairs[:5]]
+    if len(pairs) > 5:
+        rows.append(f"and {len(pairs) - 5} more")
     errors = f"<ul style='margin:4px 0'><li>{'</li><li>'.join(map(message_html, rows))}</li></ul>" if rows else ""
     encoders = f"<div style='margin:4px 0'>encoders: {escape(models or 'none yet')}</div>"
     return f"<div>{_badges(s)}{encoders}{why}{folders}{_kinds_table(s)}{errors}</div>"

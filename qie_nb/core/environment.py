@@ -9,13 +9,13 @@ __all__ = ['QUOTA', 'SESSION_QUOTA', 'HOURS', 'Environment', 'environment_name',
 
 # %% ../../nbs/core/03_environment.ipynb #687d209d
 import itertools, json, math, os, socket, sys, tempfile, threading, time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
-
-from fastcore.basics import patch
 
 from .files import free_bytes
 from .display import kernel, is_interactive, table_html
@@ -31,67 +31,214 @@ class Environment:
     is_interactive: bool = False
     root: Path = Path("/") # all folders of the environment are inside
     working: Path = Path(".") # for results
-    keep: Path = None # files here outlive the session
+    keep: Path|None = None # files here outlive the session
     temp: Path = Path("/tmp") # for downloads
-    inputs: tuple = () # read-only folders with attached data sets, models and outputs
-    quota: int = None # bytes allowed in `working`
-    session_quota: int = None # bytes that a session may write outside `inputs`; None: no limit but the disk
-    hours: float = None # length of a session
-    session_start: float = None # time.time()
+    inputs: tuple[Path, ...] = () # read-only folders with attached data sets, models and outputs
+    quota: int|None = None # bytes allowed in `working`
+    session_quota: int|None = None # bytes that a session may write outside `inputs`; None: no limit but the disk
+    hours: float|None = None # length of a session
+    session_start: float|None = None # time.time()
     cores: int = 1 # for this process
     memory: int = 0 # bytes of host memory for this process
     env: dict = field(default_factory=dict, repr=False, compare=False)
 
+    def attached(self) -> list[Path]:
+        "The attached folders, sorted, in either layout of Kaggle."
+        out: list[Path] = []
+        for place in self.inputs:
+            tops = sorted(place.iterdir()) if place.is_dir() else []
+            for top in filter(Path.is_dir, tops):
+                out += _attached_in(top)
+        return out
+
+    def found(self, kind:str|None=None) -> list["Artifact"]: # the newest first
+        "Caches, checkpoints and models (or one `kind`) in the attached folders and the working folder."
+        out: list[Artifact] = []
+        for top in self.inputs:
+            out += _search(top, True)
+        for own in {self.working, self.keep} - {*self.inputs}:
+            if own is not None:
+                out += _search(own, False, 500, 4)
+        by_path = {f.path: f for f in reversed(out)} # of nested folders
+        return newest_first([f for f in by_path.values() if kind in (None, f.kind)])
+
+    def fitting(self,
+        kind:str="checkpoint",
+        config:Any=None, # `Config` or dict; None: everything fits
+    ) -> Iterator["Artifact"]: # the newest first
+        "What fits a configuration. Prints what is not used."
+        said = set()
+        for f in self.found(kind):
+            why = misfit(kind, f.path, config)
+            folder = f.path.parent if kind == "checkpoint" else f.path
+            if not why:
+                yield f
+            elif (folder, why) not in said:
+                print(f"not used: {kind} in {folder}, {why}")
+            said.add((folder, why))
+
+    def latest(self,
+        kind:str="checkpoint",
+        config:Any=None, # `Config` or dict: only what fits it
+    ) -> str|None: # path
+        "The newest of a kind, e.g. for `train.resume_checkpoint`."
+        return next((str(f.path) for f in self.fitting(kind, config)), None)
+
+    def cache_dirs(self,
+        config:Any=None, # `Config` or dict: only caches of its model
+        own:str|Path|None=None, # folder to write; default `cache` in the kept folder
+    ) -> list[str]: # for `cache.cache_dir`
+        "The attached caches, then the own one, to write. A cache of another model is left as it is."
+        folder = Path(own or (self.keep or self.working)/"cache")
+        folder = _unused(folder, lambda d: bool(misfit("cache", d, config)))
+        others = [f.path for f in self.fitting("cache", config) if f.attached and f.path != folder]
+        return [str(path) for path in (*others, folder)]
+
+    def run_settings(self,
+        config:dict,
+        folder:str="", # in the kept folder, e.g. for a trial
+        cache:str|Path|None=None, # folder to write; default `cache` in that folder
+    ) -> dict:
+        "`config` with folders for cache, checkpoints and logs, and the checkpoint to continue."
+        top = (self.keep or self.working)/folder
+        resume = self.latest("checkpoint", config)
+        out = _unused(top/"run", _holds_checkpoint) if _holds_checkpoint(top) else top
+        if resume and Path(resume).is_relative_to(top):
+            out = Path(resume).parent.parent
+        own = dict(train=dict(output_dir=str(out), resume_checkpoint=resume),
+                   cache=dict(cache_dir=self.cache_dirs(config, cache or top/"cache")),
+                   logging=dict(log_dir=str(out/"runs")))
+        return {**config, **{s: keys | config.get(s, {}) for s, keys in own.items()}}
+
+    def written_folders(self) -> list[Path]: # resolved, none of them inside another
+        "Where a session writes."
+        root = self.root.resolve()
+        found = set()
+        for folder in (self.working, hub_downloads(self.env), own_home(self.env), self.temp):
+            place = folder.expanduser().resolve()
+            if place.is_relative_to(root): # in an imitation, the others are this machine's
+                found.add(place)
+        return [place for place in sorted(found) if not found & set(place.parents)]
+
+    def session_room(self) -> int|None:
+        "Bytes that this session may still write, wherever it is; None if there is no quota."
+        if self.session_quota is None:
+            return None
+        written = sum(map(used_bytes, self.written_folders()))
+        return max(0, self.session_quota - written)
+
+    def free_space(self,
+        folder:str|Path|None=None, # existing or future; default the working folder
+        free:Callable[[Path], int]|None=None, # bytes of a folder's disk; default `free_bytes`
+    ) -> int:
+        "Bytes that can still be written to a folder."
+        folder = Path(folder or self.working).absolute()
+        room = (free or free_bytes)(folder)
+        place = folder.resolve()
+        if self.quota is not None and place.is_relative_to(self.working.resolve()):
+            room = min(room, max(0, self.quota - used_bytes(self.working)))
+        attached = any(place.is_relative_to(top.resolve()) for top in self.inputs)
+        left = None if attached else self.session_room()
+        return room if left is None else min(room, left)
+
+    def secret(self, name:str="HF_TOKEN", ask:bool=False) -> str|None:
+        "A secret from the environment, the hub's token file or (`ask`) Kaggle's or Colab's store."
+        known = self.env.get(name)
+        if not known and name == "HF_TOKEN":
+            known = "".join(_words(self.env.get("HF_TOKEN_PATH") or hub_home(self.env)/"token"))
+        if known:
+            return known
+        return _stored_secret(self.name, name) if ask else None
+
+    def data(self) -> list[tuple[str, str]]: # (label, value)
+        "What is shown of the environment: its limits, folders, attached files and machine."
+        session = f"{self.hours:g} h" if self.hours else "no fixed length"
+        if self.session_start and self.hours:
+            session += f", {(time.time() - self.session_start) / 3600:.1f} h used"
+        kept = f"lost with the session; {self.keep or 'nothing'} is kept"
+        if self.keep == self.working:
+            kept = "kept"
+        name = f"{self.name}, {self.run}" if self.run else self.name
+        if not self.is_interactive:
+            name += ", not interactive"
+        return [("environment", name), ("session", session),
+                ("working folder", f"{self.working}: {self.free_space() / 1e9:.1f} GB can be written, {kept}"),
+                ("attached", ", ".join(map(str, self.attached())) or "nothing"),
+                *((f.kind, f"{f.path}: {f.description}") for f in self.found()),
+                ("machine", f"{self.cores} cores, {self.memory / 1e9:.1f} GB")]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{label:<16}{value}" for label, value in self.data())
+
+    def _repr_html_(self) -> str:
+        "The same as a table."
+        return table_html(self.data())
+
 # %% ../../nbs/core/03_environment.ipynb #485d0201
-def environment_name(env, root=Path("/")) -> str:
+def environment_name(
+    env:Mapping[str, str], # environment variables
+    root:str|Path=Path("/"),
+) -> str:
     "`Environment.name`, from environment variables and the folders under `root`."
     if on_kaggle(env): return "kaggle"
     if any(k.startswith("COLAB_") for k in env): return "colab"
     if env is os.environ and "google.colab" in sys.modules: return "colab"
     if (Path(root)/"kaggle"/"working").is_dir(): return "kaggle"
     if env.get("JUPYTERHUB_SERVICE_PREFIX"): return "jupyterhub"
-    return "script" if kernel() is None else "jupyter" if is_interactive() else "batch"
+    if kernel() is None: return "script"
+    return "jupyter" if is_interactive() else "batch"
 
 # %% ../../nbs/core/03_environment.ipynb #4c7de166
 def _words(path) -> list: # of a file; [] if unreadable
     try: return Path(path).read_text().split()
     except (OSError, UnicodeDecodeError): return []
 
-def _cgroup(root, name) -> list: # words of the file in this process's control groups
+def _cgroup(root:Path, name:str) -> list[list[str]]:
+    "The words of a file in each of this process's control groups that has it."
     own = Path(next((line[3:] for line in _words(root/"proc/self/cgroup") if line.startswith("0::")), "/"))
     folders = [root/"sys/fs/cgroup"/str(p).lstrip("/") for p in (own, *own.parents)]
-    return [w for folder in folders if (w := _words(folder/name))]
+    return list(filter(None, (_words(folder/name) for folder in folders)))
 
 # %% ../../nbs/core/03_environment.ipynb #4c7de101
-def host_memory(root=Path("/")) -> int: # bytes
+def host_memory(root:Path=Path("/")) -> int: # bytes
     "Host memory for this process, limited by its control groups."
     import psutil
     limits = _cgroup(root, "memory.max") + _cgroup(root, "memory/memory.limit_in_bytes")
     return min([psutil.virtual_memory().total, *(int(w[0]) for w in limits if w[0].isdigit())])
 
-def host_cores(root=Path("/")) -> int:
+def host_cores(root:Path=Path("/")) -> int:
     "CPU cores for this process, limited by its affinity and control groups."
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    v1 = [_words(root/f"sys/fs/cgroup/cpu/cpu.cfs_{n}_us") for n in ("quota", "period")]
-    limits = _cgroup(root, "cpu.max") + [v1[0] + v1[1]] * all(v1) # quota (or max, -1), period
-    return max(1, math.ceil(min([here, *(int(w[0]) / int(w[1]) for w in limits if w[0].isdigit())])))
+    limits = _cgroup(root, "cpu.max") # quota (or max, -1), period
+    quota = _words(root/"sys/fs/cgroup/cpu/cpu.cfs_quota_us") # of version 1
+    period = _words(root/"sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    if quota and period:
+        limits.append(quota + period)
+    cores = [int(w[0]) / int(w[1]) for w in limits if w[0].isdigit()]
+    return max(1, math.ceil(min([here, *cores])))
 
 # %% ../../nbs/core/03_environment.ipynb #e696e199
-def find_session_start(env, hours=None) -> float: # time.time(), or None
+def find_session_start(
+    env:Mapping[str, str], # environment variables
+    hours:float|None=None, # length of a session; None: not known
+) -> float|None: # time.time()
     "When this session, at most `hours` long, started."
     import psutil
     for pid in (1, env.get("JPY_PARENT_PID"), os.getpid()):
         with suppress(psutil.Error, ValueError, TypeError):
-            start = psutil.Process(int(pid)).create_time()
+            start = psutil.Process(int(pid)).create_time() # type: ignore[arg-type] # None: TypeError
             if not hours or time.time() - start < hours * 3600: return start
+    return None
 
 # %% ../../nbs/core/03_environment.ipynb #b5aaeb43
 QUOTA = 20_000_000_000 # bytes of /kaggle/working
 SESSION_QUOTA = int(57.6 * 2**30) # bytes that a Kaggle session may write outside its inputs
 HOURS = dict(accelerator=9., cpu=12.) # of a Kaggle session
 
-def _kaggle(root, env) -> dict: # fields of `Environment`
-    working, temp = root/"kaggle/working", root/"kaggle/temp"
+def _kaggle(root:Path, env:Mapping[str, str]) -> dict:
+    "Fields of `Environment` on Kaggle."
+    working = root/"kaggle/working"
+    temp = root/"kaggle/temp"
     fast = (env.get("CUDA_VERSION") or any(k.startswith("TPU_") for k in env)
             or any(root.glob("dev/nvidia[0-9]*")))
     return dict(run=env.get("KAGGLE_KERNEL_RUN_TYPE", ""), working=working, keep=working,
@@ -108,15 +255,18 @@ def _colab(root, env) -> dict:
 
 # %% ../../nbs/core/03_environment.ipynb #b5aaeb02
 def detect_environment(
-    root=None, # instead of /; default QIE_NB_ROOT
-    env=None, # default os.environ
+    root:str|Path|None=None, # instead of /; default QIE_NB_ROOT
+    env:Mapping[str, str]|None=None, # default os.environ
 ) -> Environment:
     "The current environment, from variables and small files."
     env = os.environ if env is None else env
     root = Path(root or env.get("QIE_NB_ROOT") or "/")
     name = environment_name(env, root)
-    own = dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
-    if name in ("kaggle", "colab"): own |= (_kaggle if name == "kaggle" else _colab)(root, env)
+    own: dict[str, Any] = dict(working=Path.cwd(), keep=Path.cwd(), temp=Path(tempfile.gettempdir()))
+    if name == "kaggle":
+        own |= _kaggle(root, env)
+    elif name == "colab":
+        own |= _colab(root, env)
     interactive = is_interactive() and env.get("KAGGLE_KERNEL_RUN_TYPE") != "Batch"
     return Environment(name, is_interactive=interactive, root=root,
                        hub=env.get("JUPYTERHUB_SERVICE_PREFIX", ""),
@@ -126,14 +276,12 @@ def detect_environment(
 # %% ../../nbs/core/03_environment.ipynb #6438ea91
 _LEVELS = dict(datasets=2, notebooks=2, competitions=1, models=5)
 
-@patch
-def attached(self:Environment) -> list: # folders, sorted
-    "The attached folders, in either layout of Kaggle."
-    out = []
-    for top in (d for i in self.inputs if i.is_dir() for d in sorted(i.iterdir()) if d.is_dir()):
-        nested = top.name in _LEVELS and all(d.is_dir() for d in top.iterdir())
-        out += sorted(filter(Path.is_dir, top.glob("/".join("*" * _LEVELS[top.name])))) if nested else [top]
-    return out
+def _attached_in(top:Path) -> list[Path]: # sorted
+    "The attached folders in one folder of the input: itself, or those below in Kaggle's new layout."
+    if top.name in _LEVELS and all(d.is_dir() for d in top.iterdir()):
+        pattern = "/".join("*" * _LEVELS[top.name])
+        return sorted(filter(Path.is_dir, top.glob(pattern)))
+    return [top]
 
 # %% ../../nbs/core/03_environment.ipynb #bb88cf98
 @dataclass(frozen=True)
@@ -154,57 +302,64 @@ def _json(path) -> dict:
     return out if isinstance(out, dict) else {}
 
 # %% ../../nbs/core/03_environment.ipynb #bb88cf02
-def _recognize(folder, names) -> tuple: # (kind, identifying file, description) or ()
+def _recognize(folder:Path, names:set[str]) -> tuple[str, str, str]|None: # names of its files
+    "What a folder is: (kind, identifying file, description), or None."
     if {"COMPLETE", "state.json"} <= names and names >= _json(folder/"COMPLETE").keys():
         state = _json(folder/"state.json")
         return "checkpoint", "COMPLETE", f"step {state.get('global_step')}, epoch {state.get('epoch')}"
     for file, what in (("cache-index.json", "packed, of "), ("manifest.json", "of ")):
-        models = (_json(folder/file).get("identities") or {}) if file in names else {}
-        models = {f"{v.get('model')} ({v.get('variant')})" for v in models.values() if isinstance(v, dict)}
+        found = (_json(folder/file).get("identities") or {}) if file in names else {}
+        models = {f"{v.get('model')} ({v.get('variant')})" for v in found.values() if isinstance(v, dict)}
         if models or file in names and what != "of ":
             return "cache", file, what + (", ".join(sorted(models)) or "no model")
-    if (file := "model_index.json") in names: return "model", file, str(_json(folder/file).get("_class_name"))
-    return ()
+    if "model_index.json" in names:
+        return "model", "model_index.json", str(_json(folder/"model_index.json").get("_class_name"))
+    return None
 
 # %% ../../nbs/core/03_environment.ipynb #96a8fb68
-def _search(top, attached, max_folders=2000, depth=9): # yields artifacts, breadth first
+def _search(
+    top:Path, attached:bool,
+    max_folders:int=2000, # to look into
+    depth:int=9,
+) -> Iterator["Artifact"]:
+    "Caches, checkpoints and models below a folder, breadth first."
     queue = [(Path(top), 0)]
-    while queue and (max_folders := max_folders - 1) >= 0:
+    for _ in range(max_folders):
+        if not queue: return
         folder, level = queue.pop(0)
-        try: entries = sorted(os.scandir(folder), key=lambda e: e.name)
-        except OSError: continue
-        if known := _recognize(folder, {e.name for e in entries}):
-            kind, file, description = known
-            state = _json(folder/"state.json") if kind == "checkpoint" else {}
-            when = state.get("written")
-            if not isinstance(when, (int, float)): when = (folder/file).stat().st_mtime
-            saves = state.get("saves")
-            yield Artifact(kind, folder, when, description, attached, str(state.get("run_id") or ""),
-                           saves if isinstance(saves, int) else 0)
+        try:
+            entries = sorted(os.scandir(folder), key=lambda e: e.name)
+        except OSError:
+            continue
+        known = _recognize(folder, {e.name for e in entries})
+        if known:
+            yield _artifact(folder, *known, attached)
         elif level < depth:
             folders = [e for e in entries if e.is_dir(follow_symlinks=False) and not e.name.startswith(".")]
             queue += [(Path(e.path), level + 1) for e in folders]
 
+def _artifact(folder:Path, kind:str, file:str, description:str, attached:bool) -> Artifact:
+    "What `_recognize` found, with the time of its state, or else of the identifying file."
+    state = _json(folder/"state.json") if kind == "checkpoint" else {}
+    when = state.get("written")
+    if not isinstance(when, (int, float)):
+        when = (folder/file).stat().st_mtime
+    saves = state.get("saves")
+    return Artifact(kind, folder, when, description, attached, str(state.get("run_id") or ""),
+                    saves if isinstance(saves, int) else 0)
+
 # %% ../../nbs/core/03_environment.ipynb #96a8fb01
 def newest_first(
-    artifacts:list, # of `Artifact`
-) -> list:
+    artifacts:Iterable[Artifact],
+) -> list[Artifact]:
     "By time; the checkpoints of one run by the order of their saves, because a session's clock may be wrong."
-    last = {} # {run: time of its newest}
+    last: dict[str, float] = {} # {run: time of its newest}
     for a in artifacts:
         if a.run:
             last[a.run] = max(a.written, last.get(a.run, a.written))
     def order(a:Artifact) -> tuple:
         return -last.get(a.run, a.written), a.run, -a.saves, -a.written, str(a.path)
     return sorted(artifacts, key=order)
-
-@patch
-def found(self:Environment, kind:str|None=None) -> list: # of `Artifact`, the newest first
-    "Caches, checkpoints and models (or one `kind`) in the attached folders and the working folder."
-    out = [f for top in self.inputs for f in _search(top, True)]
-    for top in {self.working, self.keep} - {None, *self.inputs}: out += _search(top, False, 500, 4)
-    out = {f.path: f for f in reversed(out)}.values() # of nested folders
-    return newest_first([f for f in out if kind in (None, f.kind)])
 
 # %% ../../nbs/core/03_environment.ipynb #713f7c9f
 def misfit(
@@ -217,60 +372,18 @@ def misfit(
     if config is None or why is None: return ""
     return why(folder, config)
 
-# %% ../../nbs/core/03_environment.ipynb #713f7c01
-@patch
-def fitting(self:Environment, kind:str="checkpoint", config=None): # yields `Artifact`s, the newest first
-    "What fits a configuration. Prints what is not used."
-    said = set()
-    for f in self.found(kind):
-        why = misfit(kind, f.path, config)
-        folder = f.path.parent if kind == "checkpoint" else f.path
-        if not why: yield f
-        elif (folder, why) not in said: print(f"not used: {kind} in {folder}, {why}")
-        said.add((folder, why))
-
 # %% ../../nbs/core/03_environment.ipynb #713f7c02
-@patch
-def latest(self:Environment,
-    kind:str="checkpoint",
-    config=None, # `Config` or dict: only what fits it
-) -> str: # path, or None
-    "The newest of a kind, e.g. for `train.resume_checkpoint`."
-    return next((str(f.path) for f in self.fitting(kind, config)), None)
-
-def _unused(folder, taken) -> Path: # folder, folder-2, ...
+def _unused(folder:Path, taken:Callable[[Path], bool]) -> Path:
+    "The first of folder, folder-2, folder-3, ... that is not taken."
     names = (folder.with_name(f"{folder.name}-{n}") if n > 1 else folder for n in itertools.count(1))
     return next(d for d in names if not taken(d))
 
-# %% ../../nbs/core/03_environment.ipynb #713f7c03
-@patch
-def cache_dirs(self:Environment,
-    config=None, # `Config` or dict: only caches of its model
-    own=None, # folder to write; default `cache` in the kept folder
-) -> list: # for `cache.cache_dir`
-    "The attached caches, then the own one, to write. A cache of another model is left as it is."
-    own = _unused(Path(own or (self.keep or self.working)/"cache"), lambda d: misfit("cache", d, config))
-    return [str(f.path) for f in self.fitting("cache", config) if f.attached and f.path != own] + [str(own)]
-
-# %% ../../nbs/core/03_environment.ipynb #63260757
-@patch
-def run_settings(self:Environment,
-    config:dict,
-    folder:str="", # in the kept folder, e.g. for a trial
-    cache=None, # folder to write; default `cache` in that folder
-) -> dict:
-    "`config` with folders for cache, checkpoints and logs, and the checkpoint to continue."
-    top, resume = (self.keep or self.working)/folder, self.latest("checkpoint", config)
-    holds = lambda d: next((d/"checkpoints").glob("*/COMPLETE"), None)
-    out = _unused(top/"run", holds) if holds(top) else top
-    if resume and Path(resume).is_relative_to(top): out = Path(resume).parent.parent
-    own = dict(train=dict(output_dir=str(out), resume_checkpoint=resume),
-               cache=dict(cache_dir=self.cache_dirs(config, cache or top/"cache")),
-               logging=dict(log_dir=str(out/"runs")))
-    return {**config, **{s: keys | config.get(s, {}) for s, keys in own.items()}}
+def _holds_checkpoint(folder:Path) -> bool:
+    "Does a run's folder hold a complete checkpoint?"
+    return any((folder/"checkpoints").glob("*/COMPLETE"))
 
 # %% ../../nbs/core/03_environment.ipynb #7e5106b9
-def used_bytes(folder) -> int:
+def used_bytes(folder:str|Path) -> int:
     "Disk usage of a folder."
     out = 0
     for root, dirs, names in os.walk(folder):
@@ -299,76 +412,42 @@ def own_home(
     "Where we keep quantized copies of models."
     return Path(env.get("QIE_NB_HOME") or Path(env.get("HOME") or Path.home())/".cache/qie_nb")
 
-@patch
-def written_folders(self:Environment) -> list: # of resolved paths, none of them inside another
-    "Where a session writes."
-    root = self.root.resolve()
-    found = []
-    for folder in (self.working, hub_downloads(self.env), own_home(self.env), self.temp):
-        place = folder.expanduser().resolve()
-        if place.is_relative_to(root): # in an imitation, the others are this machine's
-            found.append(place)
-    return [place for place in sorted(set(found)) if not set(found) & set(place.parents)]
-
-@patch
-def session_room(self:Environment) -> int: # None: there is no quota
-    "Bytes that this session may still write, wherever it is."
-    if self.session_quota is None:
-        return None
-    written = sum(used_bytes(folder) for folder in self.written_folders())
-    return max(0, self.session_quota - written)
-
-
-# %% ../../nbs/core/03_environment.ipynb #7e510601
-@patch
-def free_space(self:Environment,
-    folder=None, # existing or future; default the working folder
-    free=None, # function of a folder; default `free_bytes`
-) -> int:
-    "Bytes that can still be written to a folder."
-    folder = Path(folder or self.working).absolute()
-    room = (free or free_bytes)(folder)
-    place = folder.resolve()
-    if self.quota is not None and place.is_relative_to(self.working.resolve()):
-        room = min(room, max(0, self.quota - used_bytes(self.working)))
-    attached = any(place.is_relative_to(top.resolve()) for top in self.inputs)
-    if self.session_quota is not None and not attached:
-        room = min(room, self.session_room())
-    return room
-
-
 # %% ../../nbs/core/03_environment.ipynb #da5ae983
 def online(
-    host:str="huggingface.co", seconds:float=1.5, connect=socket.create_connection,
-    env=None, # default os.environ
+    host:str="huggingface.co",
+    seconds:float=1.5, # to wait at most
+    connect:Callable[..., socket.socket]=socket.create_connection,
+    env:Mapping[str, str]|None=None, # default os.environ
 ) -> bool:
     "Can a server be reached?"
-    env, done = os.environ if env is None else env, threading.Event()
+    env = os.environ if env is None else env
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"): return False
     proxy = urlsplit(getproxies().get("https", ""))
     address = (proxy.hostname, proxy.port or 80) if proxy.hostname else (host, 443)
+    done = threading.Event()
     def ask():
-        with suppress(OSError): connect(address, timeout=seconds).close(); done.set()
-    (thread := threading.Thread(target=ask, daemon=True)).start()
+        with suppress(OSError):
+            connect(address, timeout=seconds).close()
+            done.set()
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
     thread.join(seconds)
     return done.is_set()
 
 # %% ../../nbs/core/03_environment.ipynb #da5ae901
-@patch
-def secret(self:Environment, name:str="HF_TOKEN", ask:bool=False) -> str: # or None
-    "A secret from the environment, the hub's token file or (`ask`) Kaggle's or Colab's store."
-    saved = "".join(_words(self.env.get("HF_TOKEN_PATH") or hub_home(self.env)/"token")) if name == "HF_TOKEN" else ""
-    if known := self.env.get(name) or saved: return known
+def _stored_secret(environment:str, name:str) -> str|None:
+    "A secret from Kaggle's or Colab's store, which may ask the user; None if there is none."
     with suppress(Exception): # no such secret, no network
-        if ask and self.name == "kaggle":
+        if environment == "kaggle":
             from kaggle_secrets import UserSecretsClient
             return UserSecretsClient().get_secret(name) or None
-        if ask and self.name == "colab":
+        if environment == "colab":
             from google.colab import userdata
             return userdata.get(name) or None
+    return None
 
 # %% ../../nbs/core/03_environment.ipynb #7549d760
-def token_problem(token:str) -> str: # "" if there is none
+def token_problem(token:str|None) -> str: # "" if there is none
     "What is wrong with a token's letters, without the token."
     odd = [c for c in token or "" if not ("!" < c < "\x7f" and c not in "\"'`<>{}")]
     return f"the token in HF_TOKEN or of `hf auth login` contains {odd[0]!r}, which no token has" if odd else ""
@@ -394,24 +473,3 @@ def hub_error(
         return f"{repo!r} does not exist on the hub, or is private; check the id, or use `hf auth login`"
     check = "check the path, or " if verb == "read" else ""
     return f"huggingface.co cannot be reached ({name}); {check}connect to the network"
-
-# %% ../../nbs/core/03_environment.ipynb #23cfa404
-@patch
-def data(self:Environment) -> list: # of (label, value)
-    session = f"{self.hours:g} h" if self.hours else "no fixed length"
-    if self.session_start and self.hours:
-        session += f", {(time.time() - self.session_start) / 3600:.1f} h used"
-    kept = "kept" if self.keep == self.working else f"lost with the session; {self.keep or 'nothing'} is kept"
-    name = self.name + f", {self.run}" * bool(self.run) + ", not interactive" * (not self.is_interactive)
-    return [("environment", name), ("session", session),
-            ("working folder", f"{self.working}: {self.free_space() / 1e9:.1f} GB can be written, {kept}"),
-            ("attached", ", ".join(map(str, self.attached())) or "nothing"),
-            *((f.kind, f"{f.path}: {f.description}") for f in self.found()),
-            ("machine", f"{self.cores} cores, {self.memory / 1e9:.1f} GB")]
-
-# %% ../../nbs/core/03_environment.ipynb #23cfa401
-@patch
-def __repr__(self:Environment): return "\n".join(f"{label:<16}{value}" for label, value in self.data())
-
-@patch
-def _repr_html_(self:Environment): return table_html(self.data())

@@ -12,15 +12,19 @@ __all__ = ['stat_text', 'stat_key', 'cached_file_property', 'file_digest', 'kept
 # %% ../../nbs/core/00_files.ipynb #b9158b82
 import atexit, errno, gc, hashlib, json, math, os, re, shutil, socket, sqlite3, sys, tempfile
 import threading, time, unicodedata, uuid
-from collections.abc import Iterable
+from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote
 
 # %% ../../nbs/core/00_files.ipynb #2d1757fc
-def stat_text(st) -> str: return f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}"
+def stat_text(st:os.stat_result) -> str:
+    "A file's device, inode, size and times as one text: another text means another content."
+    return f"{st.st_dev}|{st.st_ino}|{st.st_size}|{st.st_mtime_ns}|{st.st_ctime_ns}"
 
-def stat_key(path) -> tuple: # (text, change time in seconds)
+def stat_key(path:str|os.PathLike) -> tuple[str, float]: # (`stat_text`, change time in seconds)
     "File system metadata that changes with the file."
     st = os.stat(path)
     return stat_text(st), st.st_ctime
@@ -28,7 +32,8 @@ def stat_key(path) -> tuple: # (text, change time in seconds)
 # %% ../../nbs/core/00_files.ipynb #60a23e77
 _local = threading.local()
 # {(database, folder): {file: (name, stat_key, value, name, stat_key, value, ...)}}
-_facts, _folders = {}, set()
+_facts: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
+_folders: set[tuple[str, str]] = set() # keys of `_facts` that were read from the database
 
 def _database() -> str: # path
     home = os.environ.get("QIE_NB_HOME")
@@ -53,22 +58,32 @@ def _note(facts, file, name, signature, value): # tuples of a few strings take h
     rest = [x for k in range(0, len(held), 3) if held[k] != name for x in held[k:k + 3]]
     facts[file] = *rest, sys.intern(name), signature, value
 
-def _recall(folder, file, name) -> tuple: # (signature, value), or None
-    if (at := (_database(), folder)) not in _folders:
+def _load_folder(at:tuple[str, str]) -> None:
+    "Read all facts of one (database, folder) into `_facts`."
+    try:
+        rows = _execute("select file, name, signature, value from facts where folder=?", at[1:])
+    except (sqlite3.Error, OSError):
+        rows = []
+    loaded: dict[str, tuple[str, ...]] = {}
+    intern = sys.intern
+    for f, n, s, v in rows: # as `_note`, in a third of the time
+        held = loaded.get(f, ())
+        loaded[f] = *held, intern(n), held[1] if held and held[1] == s else s, v
+    _facts[at] = loaded | _facts.get(at, {}) # this process's are newer
+
+def _recall(folder:str, file:str, name:str) -> tuple[str, ...]|None:
+    "The (signature, value) that is known of a file, or None."
+    at = _database(), folder
+    if at not in _folders:
         _folders.add(at)
-        try: rows = _execute("select file, name, signature, value from facts where folder=?", (folder,))
-        except (sqlite3.Error, OSError): rows = []
-        loaded, intern = {}, sys.intern
-        for f, n, s, v in rows: # as `_note`, in a third of the time
-            held = loaded.get(f, ())
-            loaded[f] = *held, intern(n), held[1] if held and held[1] == s else s, v
-        _facts[at] = loaded | _facts.get(at, {}) # this process's are newer
+        _load_folder(at)
     held = _facts[at].get(file, ()) if at in _facts else ()
     return next((held[k + 1:k + 3] for k in range(0, len(held), 3) if held[k] == name), None)
 
 # %% ../../nbs/core/00_files.ipynb #b9eefce4
-_unwritten = [] # (database, process, row)
-_written, _EVERY = [-1.], 0.2 # time of the last write, seconds between two
+_unwritten: list[tuple[str, int, tuple[str, ...]]] = [] # (database, process, row)
+_written = [-1.] # time of the last write
+_EVERY = 0.2 # seconds between two writes
 
 def _remember(*row): # folder, file, name, signature, value
     db = _database()
@@ -77,16 +92,21 @@ def _remember(*row): # folder, file, name, signature, value
     if time.monotonic() - _written[0] > _EVERY: _flush()
 
 @atexit.register
-def _flush(): # a forked process leaves its parent's rows to it
-    held, me = [], (_database(), os.getpid())
+def _flush() -> None:
+    "Write what this process remembers; a forked process leaves its parent's rows to it."
+    held = []
     while _unwritten: # other threads may add and take
-        with suppress(IndexError): held.append(_unwritten.pop())
+        with suppress(IndexError):
+            held.append(_unwritten.pop())
+    me = _database(), os.getpid()
     rows = [row for *owner, row in reversed(held) if tuple(owner) == me]
     if not rows: return
     with suppress(sqlite3.Error, OSError):
         _execute("begin immediate")
-        try: _local.db.executemany("insert or replace into facts values (?,?,?,?,?)", rows)
-        finally: _execute("commit")
+        try:
+            _local.db.executemany("insert or replace into facts values (?,?,?,?,?)", rows)
+        finally:
+            _execute("commit")
     _written[0] = time.monotonic()
 
 # %% ../../nbs/core/00_files.ipynb #2281c67b
@@ -99,11 +119,11 @@ def _absolute(path) -> str:
     return text if text[:1] == "/" and not ("//" in text or "/." in text) else os.path.abspath(text)
 
 def cached_file_property(
-    path, # a file
+    path:str|os.PathLike, # a file
     name:str, # of the property
-    compute, # function of the path; returns JSON-serialisable data
-    st=None, # its `os.stat`, taken just now
-):
+    compute:Callable[[Path], Any], # returns JSON-serialisable data
+    st:os.stat_result|None=None, # of the file, taken just now
+) -> Any: # what `compute` returned, after a trip through JSON
     "`compute(path)`, computed again only if the file has changed."
     path = _absolute(path)
     folder, file = os.path.split(path)
@@ -118,13 +138,18 @@ def cached_file_property(
     return value
 
 # %% ../../nbs/core/00_files.ipynb #2281c602
-def _sha256(path) -> str:
+def _sha256(path:Path) -> str:
+    "Digest of a file's bytes, read in blocks of 1 MiB."
     h = hashlib.sha256()
     with open(path, "rb") as f:
-        while block := f.read(1 << 20): h.update(block)
+        for block in iter(partial(f.read, 1 << 20), b""):
+            h.update(block)
     return h.hexdigest()
 
-def file_digest(path, st=None) -> str: # sha256 of its bytes, 64 hex digits; st: its `os.stat`
+def file_digest(
+    path:str|os.PathLike,
+    st:os.stat_result|None=None, # of the file, taken just now
+) -> str: # sha256 of its bytes, 64 hex digits
     "Digest of a file's content; an unchanged file is not read again."
     return cached_file_property(path, "sha256", _sha256, st)
 
@@ -132,10 +157,11 @@ def file_digest(path, st=None) -> str: # sha256 of its bytes, 64 hex digits; st:
 def kept(
     kind:str, # of result; a new version needs a new name
     key:str, # digests of everything that the result depends on
-    compute=None, # function that returns JSON-serialisable data; None: only look
-):
+    compute:Callable[[], Any]|None=None, # returns JSON-serialisable data; None: only look
+) -> Any: # what `compute` returned, or None if nothing is kept and there is no `compute`
     "`compute()`, kept by content, whatever the files are called."
-    if known := _recall(kind, key, ""): return json.loads(known[1])
+    known = _recall(kind, key, "")
+    if known: return json.loads(known[1])
     if compute is None: return None
     value = compute()
     _remember(kind, key, "", "", json.dumps(value))
@@ -151,10 +177,10 @@ def _sync_folder(folder):
 # %% ../../nbs/core/00_files.ipynb #427bb001
 @contextmanager
 def atomic_path(
-    path:Path, # has either its old or its complete new content at any time
-    scratch:Path|None=None, # folder for the temporary file, on the same file system
+    path:str|os.PathLike, # has either its old or its complete new content at any time
+    scratch:str|os.PathLike|None=None, # folder for the temporary file, on the same file system
     size:int|None=None, # bytes that will be written, for the error if the disk is full
-): # yields the path of the temporary file, to be written and synced within
+) -> Iterator[Path]: # yields the path of the temporary file, to be written and synced within
     "Puts a new file in place when it is complete."
     path = Path(path)
     scratch = Path(scratch or path.parent)
@@ -173,14 +199,16 @@ def atomic_path(
         raise
 
 def write_atomic(
-    path, data, # bytes, or an iterable of blocks
-    scratch=None, # folder for the temporary file, on the same file system
+    path:str|os.PathLike,
+    data:bytes|bytearray|memoryview|Iterable[bytes|memoryview], # all of it, or blocks
+    scratch:str|os.PathLike|None=None, # folder for the temporary file, on the same file system
     size:int|None=None, # bytes of an iterable, for the error if the disk is full
 ):
     "Write a file that has either its old or its complete new content at any time."
-    blocks = data
+    blocks: Iterable = data
     if isinstance(data, (bytes, bytearray, memoryview)):
-        blocks, size = [data], len(data)
+        blocks = [data]
+        size = len(data)
     with atomic_path(path, scratch, size) as tmp, open(tmp, "xb") as f:
         for block in blocks:
             f.write(block)
@@ -192,16 +220,20 @@ def _existing(path) -> Path: # the path or its nearest existing parent
     path = Path(path).absolute()
     return next(p for p in (path, *path.parents) if p.exists())
 
-def free_bytes(path) -> int:
+def free_bytes(path:str|os.PathLike) -> int:
     "Free bytes on the file system of a path, which may not exist yet."
     return shutil.disk_usage(_existing(path)).free
 
-def megabytes(n, up=False) -> str:
+def megabytes(
+    n:float, # bytes
+    up:bool=False, # round up, e.g. what is needed? What is free is rounded down
+) -> str:
     "Bytes as MB with one decimal, rounded up or down."
-    return f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"
+    round_it = math.ceil if up else math.floor
+    return f"{round_it(n/1e5)/10:.1f} MB"
 
 # %% ../../nbs/core/00_files.ipynb #ee2fd101
-def block_size(path) -> int:
+def block_size(path:str|os.PathLike) -> int:
     "Bytes per block on the file system of a path; every file uses whole blocks."
     return os.statvfs(_existing(path)).f_frsize if hasattr(os, "statvfs") else 4096
 
@@ -210,52 +242,78 @@ class DiskFull(OSError):
     def __str__(self): return self.strerror
 
 # %% ../../nbs/core/00_files.ipynb #ee2fd102
-def disk_full(path, need:int) -> DiskFull:
+def disk_full(
+    path:str|os.PathLike, # of the file that was to be written
+    need:int, # bytes
+) -> DiskFull:
     "The error if `need` bytes at `path` do not fit."
-    free, missing = free_bytes(path), max(need - free_bytes(path), 1)
-    need, missing, folder = megabytes(need, True), megabytes(missing, True), str(Path(path).parent)
-    return DiskFull(errno.ENOSPC, f"{folder!r} is full: {need} are needed and {megabytes(free)} are free; "
-                    f"free at least {missing} more, or choose another folder. What was there is intact")
+    folder = str(Path(path).parent)
+    free = free_bytes(path)
+    missing = max(need - free, 1)
+    needed = megabytes(need, True)
+    return DiskFull(
+        errno.ENOSPC,
+        f"{folder!r} is full: {needed} are needed and {megabytes(free)} are free; "
+        f"free at least {megabytes(missing, True)} more, or choose another folder. "
+        "What was there is intact")
 
 # %% ../../nbs/core/00_files.ipynb #6f8df8b8
-def stale_temp_files(folder) -> list: # paths
+def stale_temp_files(folder:str|os.PathLike) -> list[Path]:
     "Temporary files of dead processes of this machine, and those of other machines after a day."
     import psutil
     if Path(folder).is_symlink(): return [] # to a folder of other files
     found = []
     for p in Path(folder).glob(".*-*-*.tmp"):
         host, pid, _ = p.name[1:].rsplit("-", 2)
-        try: old = time.time() - p.stat().st_mtime > 86400
-        except OSError: continue # just renamed
-        here = pid.isdigit() and host == socket.gethostname()[:40]
-        if (not psutil.pid_exists(int(pid))) if here else old: # a wrong clock makes every file old
+        try:
+            is_old = time.time() - p.stat().st_mtime > 86400
+        except OSError: # just renamed
+            continue
+        if pid.isdigit() and host == socket.gethostname()[:40]:
+            is_stale = not psutil.pid_exists(int(pid)) # a wrong clock makes every file old
+        else:
+            is_stale = is_old
+        if is_stale:
             found.append(p)
     return found
 
 # %% ../../nbs/core/00_files.ipynb #6f8df801
 @contextmanager
 def file_lock(
-    folder, name:str, # for at most 256 lock files; of the work
+    folder:str|os.PathLike, # for at most 256 lock files
+    name:str, # of the work
     wait:float=0, # seconds; -1: no limit
-): # yields whether this process holds the lock
+) -> Iterator[bool]: # yields whether this process holds the lock
     "A lock between processes."
     from filelock import FileLock, Timeout
     Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder)/f"{hashlib.sha256(name.encode()).hexdigest()[:2]}.lock", timeout=wait)
-    try: lock.acquire()
-    except Timeout: yield False; return
-    except (NotImplementedError, OSError): yield True; return # no locks on this file system
-    try: yield True
-    finally: lock.release()
+    file = f"{hashlib.sha256(name.encode()).hexdigest()[:2]}.lock"
+    lock = FileLock(Path(folder)/file, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
+    except (NotImplementedError, OSError): # no locks on this file system
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 @contextmanager
-def take_turns():
+def take_turns() -> Iterator[None]:
     "Within, a process that a notebook has started is alone among those (`devices.processes`)."
     folder = os.environ.pop("QIE_NB_TURNS", None)
-    if not folder: yield; return
+    if not folder:
+        yield
+        return
     try:
-        with file_lock(folder, "turns", -1): yield
-    finally: os.environ["QIE_NB_TURNS"] = folder
+        with file_lock(folder, "turns", -1):
+            yield
+    finally:
+        os.environ["QIE_NB_TURNS"] = folder
 
 # %% ../../nbs/core/00_files.ipynb #91f8cd07
 @contextmanager

@@ -16,7 +16,7 @@ from typing import NamedTuple
 try:
     import fcntl
 except ImportError: # Windows
-    fcntl = None
+    fcntl = None # type: ignore[assignment] # there is no type for a module that may be missing
 
 # %% ../../nbs/core/10_folder_owner.ipynb #4560b422
 OWNER_FILE = ".qie_nb-owner.json" # in a folder, while a run holds it
@@ -91,7 +91,7 @@ def read_owner(
 
 
 # %% ../../nbs/core/10_folder_owner.ipynb #a0fc73f6
-_held = set() # tokens of this process
+_held: set[str] = set() # tokens of this process
 
 def is_alive(
     folder:Path,
@@ -119,7 +119,6 @@ def is_alive(
             return True
     return False
 
-
 # %% ../../nbs/core/10_folder_owner.ipynb #f662ea86
 class FolderOwner:
     "Holds one folder until `release`."
@@ -130,7 +129,7 @@ class FolderOwner:
         self.folder = Path(folder)
         self.owner = owner
         self.lost = False # has another run taken the folder?
-        self.made = [] # folders that were made for it, the innermost first
+        self.made: list[Path] = [] # folders that were made for it, the innermost first
         self.ended = threading.Event()
         threading.Thread(target=self.live, daemon=True, name="qie_nb owner").start()
 
@@ -165,7 +164,6 @@ class FolderOwner:
                 (self.folder/OWNER_FILE).unlink()
                 for folder in self.made: # a refused run leaves nothing
                     folder.rmdir() # raises OSError if it holds something
-
 
 # %% ../../nbs/core/10_folder_owner.ipynb #2177ca71
 @contextmanager
@@ -227,7 +225,7 @@ def _remove_dead(folder:Path, owner:Owner|None):
 
 # %% ../../nbs/core/10_folder_owner.ipynb #4509b96c
 def own_folder(
-    folder:Path, # made if it does not exist
+    folder:str|Path, # made if it does not exist
     setting:str, # that names it, for the message
 ) -> FolderOwner | None: # None if the folder cannot be written
     "Hold a folder. Raises `FolderInUse` if another run does."
@@ -253,10 +251,10 @@ def own_folder(
 
 @contextmanager
 def owned_folders(
-    folders:dict, # {setting: folder}; two settings may name the same
-) -> Iterator[list]: # of `FolderOwner`
+    folders:dict[str, str|Path], # {setting: folder}; two settings may name the same
+) -> Iterator[list["FolderOwner"]]:
     "Within, this process holds some folders. Raises `FolderInUse` if another run holds one."
-    by_place = {}
+    by_place: dict[str, tuple[str, str|Path]] = {}
     for setting, folder in folders.items():
         by_place.setdefault(os.path.realpath(folder), (setting, folder))
     with ExitStack() as stack:
@@ -267,4 +265,3 @@ def owned_folders(
                 stack.callback(owner.release)
                 held.append(owner)
         yield held
-

@@ -239,9 +239,11 @@ class EntryTable:
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         "Each key, sorted, with the bytes of the entry's file."
-        last, rows = "", [()] * _AT_ONCE
-        while len(rows) == _AT_ONCE:
+        last = ""
+        is_full = True # was the last page, so that there may be another?
+        while is_full:
             rows = self.database.rows(_NEXT, self.kind, last)
+            is_full = len(rows) == _AT_ONCE
             for key, size, header_bytes in rows:
                 # keys that do not grow are pages that lead in a circle
                 ours = is_key(key) and key > last and _is_count(size) and _is_count(header_bytes)
@@ -289,10 +291,8 @@ def index_text(
 # %% ../../nbs/core/04b_packed_index.ipynb #df27da8c
 _ROW = struct.Struct(">20sIQQQII")
 
-def _digest(
-    key:str,
-) -> bytes: # None if it is no digest
-    "The 20 bytes of a key of `key_of`."
+def _digest(key:str) -> bytes|None:
+    "The 20 bytes of a key of `key_of`; None if it is no digest."
     try:
         out = bytes.fromhex(key)
     except ValueError:
@@ -302,7 +302,8 @@ def _digest(
 class TextFile:
     "Parts of a file, which each process opens, or of its bytes."
     def __init__(self, path:Path, data:bytes|None=None):
-        self.path, self.data, self.open_files = Path(path), data, {}
+        self.path, self.data = Path(path), data
+        self.open_files: dict[int, BinaryIO] = {} # {process: file}
 
     def __getstate__(self):
         return self.__dict__ | {"open_files": {}}
@@ -317,7 +318,8 @@ class TextFile:
 class TextTable:
     "A mapping from keys to (shard, begin, size, header)."
     def __init__(self, text:TextFile, rows:list[bytes]):
-        self.text, self.rows = text, b"".join(sorted(rows))
+        self.text = text
+        self.rows = b"".join(sorted(rows))
 
     def __len__(self):
         return len(self.rows) // _ROW.size
@@ -345,8 +347,8 @@ class TextTable:
         "The key in row n."
         return self.rows[n * _ROW.size:n * _ROW.size + 20]
 
-    def _find(self, key:str) -> int: # None if it is in no row
-        "The number of a key's row."
+    def _find(self, key:str) -> int|None:
+        "The number of a key's row; None if it is in no row."
         want = _digest(key)
         if want is None: return None
         n = bisect_left(range(len(self)), want, key=self._at)
@@ -402,13 +404,15 @@ def _scan(
     digest, # of hashlib, updated
 ) -> tuple: # ({kind: rows}, {shard: most bytes of an entry}, the other fields, checksum)
     "Read the index line by line. Raises `OtherText` for another form."
-    kinds, most, rows = {}, {}, None
+    kinds: dict[str, list[bytes]] = {}
+    most: dict[int, int] = {}
+    rows: list[bytes]|None = None # of the kind that is read
     at = len(_FIRST) + 1
     for line in f:
         digest.update(line[:-1])
         entry = _LINE.fullmatch(line) if rows is not None else None
         kind = _KIND.fullmatch(line) if rows is None else None
-        if entry:
+        if entry and rows is not None:
             shard, size = int(entry[2]), int(entry[4])
             most[shard] = max(size, most.get(shard, 0))
             rows.append(_packed_row(entry, at))

@@ -12,12 +12,12 @@ __all__ = ['TINY', 'MODEL', 'VARIANT_NAMES', 'PUBLISHED_MODELS', 'LICENCE', 'GPU
 # %% ../../nbs/core/09_presets.ipynb #03a27b7b
 import difflib, math, re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .files import is_path, typed_path
 
 # %% ../../nbs/core/09_presets.ipynb #10afb8cc
-TINY = {
+TINY: dict[str, Any] = {
     "model.pretrained_model_name_or_path": "tiny", "data.image_size": [96, 96], "data.batch_size": 4,
     "data.crop": True, # at 96 pixels a side of other proportions is rounded by a third
     "train.mixed_precision": "no", "train.gradient_checkpointing": False, "train.max_train_steps": 150,
@@ -34,7 +34,7 @@ PUBLISHED_MODELS = dict(zip(VARIANT_NAMES, (
     "Qwen/Qwen-Image-Edit", "Qwen/Qwen-Image-Edit-2509", MODEL)))
 LICENCE = "Apache-2.0" # of these models, which anyone may download
 
-GPU_PRESETS = { # {name: (up to 512 x 512, larger)}
+GPU_PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = { # {name: (up to 512 x 512, larger)}
     "t4": (
         {"model.quantize": "nf4", "model.text_encoder_quantize": "auto",
          "train.gradient_checkpointing": "selective"},
@@ -174,12 +174,11 @@ def _short(name:str) -> str:
 # %% ../../nbs/core/09_presets.ipynb #5964abe7
 def known_gpu_name(
     name:str, # as a reader or a driver writes it: t4, NVIDIA A100-SXM4-80GB
-) -> str: # a key of `KNOWN_GPUS`, or None
+) -> str|None: # a key of `KNOWN_GPUS`
     "The GPU that a name means; with a laptop's chip it is another one."
     known = {_short(n): n for n in KNOWN_GPUS} | dict(a100="A100 40")
     without_size = re.sub(_SIZE, "", name.lower())
     return known.get(_short(name)) or known.get(_short(without_size))
-
 
 # %% ../../nbs/core/09_presets.ipynb #8b23cf3b
 NO_BF16 = re.compile(r"\b(t4|[kmp]\d\d0?|v100|gtx|titan|(rtx\s*)?20[678]0)\b")
@@ -190,9 +189,9 @@ class NamedGpu(NamedTuple):
     name: str # in `KNOWN_GPUS`, or as it was written
     bytes: int # of each, as the driver reports it
     bf16: bool # native?
-    count: int
+    count: int # type: ignore[assignment] # of GPUs; hides `tuple.count`, which has no use here
 
-def unknown_gpu_text(gpu:str) -> str:
+def unknown_gpu_text(gpu:object) -> str:
     "One sentence for a name that is not in the table: the nearest one, or how to give the memory."
     known = {_short(name): name for name in KNOWN_GPUS}
     near = [known[short] for short in difflib.get_close_matches(_short(str(gpu)), known, 1, 0.6)]
@@ -213,11 +212,11 @@ def parse_gpu_name(
             f"`gpu` {gpu!r} is refused: torch 2.14 and later from PyPI has no kernels for it, "
             "only for compute capability 7.5 and more; use a T4, an RTX 20 or a newer GPU")
     size = re.search(r"(\d+)\s*gi?b", text)
-    stated = int(size[1]) * 10**9 if size else None
+    stated = int(size[1]) * 10**9 if size else 0
     name = known_gpu_name(text)
     if name:
         own = int(KNOWN_GPUS[name].gib * 2**30)
-        other = stated is not None and abs(stated / own - 1) > 0.1 # sold with several sizes
+        other = size is not None and abs(stated / own - 1) > 0.1 # sold with several sizes
         return NamedGpu(name, stated if other else own, KNOWN_GPUS[name].bf16, count)
     number = re.fullmatch(r"(\d{1,3}(\.\d+)?)\s*(gi?b)?", text)
     if number:
@@ -248,13 +247,16 @@ _BY_SIZE = dict(rtx3060=11.5, rtx4080=15.5, l4=22., rtx4090=23.5, rtx5090=31., a
 def preset_of(
     name:str, gib:float, # GPU, as its driver reports it
     count:int=1,
-) -> str: # one of `PRESETS`; None: too small
+) -> str|None: # one of `PRESETS`; None: too small
     "The preset that fits a GPU."
     if re.search(r"\bt4\b", name.lower()) and count > 1: return "t4x2"
     if NO_BF16.search(name.lower()): return "t4" if gib > 14 else None
-    size = max((p for p, least in _BY_SIZE.items() if gib >= least), key=_BY_SIZE.get, default=None)
+    enough = [p for p, least in _BY_SIZE.items() if gib >= least]
+    if not enough:
+        return None
+    size = max(enough, key=_BY_SIZE.__getitem__)
     plain = re.sub("[^a-z0-9]", "", name.lower())
-    own = [p for p in GPU_PRESETS if p.split("-")[0] in plain and GPU_PRESETS[p] == GPU_PRESETS.get(size)]
+    own = [p for p in GPU_PRESETS if p.split("-")[0] in plain and GPU_PRESETS[p] == GPU_PRESETS[size]]
     return own[0] if own else size
 
 # %% ../../nbs/core/09_presets.ipynb #5f1c0a11
@@ -299,11 +301,15 @@ def first_run(
     return FirstRun(samples, steps, held_out_images(pairs), every)
 
 # %% ../../nbs/core/09_presets.ipynb #78e41f9e
-def check_preset(name) -> str: # one of `PRESETS`
+def _letters(text:str) -> str:
+    "The letters and digits of a name, in lower case."
+    return "".join(c for c in text.lower() if c.isalnum())
+
+def check_preset(name:object) -> str: # one of `PRESETS`
     "The preset by its name; spaces, hyphens and capitals do not matter."
-    plain = lambda s: "".join(c for c in s.lower() if c.isalnum())
-    known = {plain(n): n for n in PRESETS}
-    if (key := plain(str(name))) in known: return known[key]
+    known = {_letters(n): n for n in PRESETS}
+    key = _letters(str(name))
+    if key in known: return known[key]
     nearest = known[difflib.get_close_matches(key, known, 1, 0)[0]]
     raise ValueError(f"`preset` {name!r} does not exist; did you mean `{nearest}`? "
                      f"There are {', '.join(PRESETS)}")
@@ -311,13 +317,14 @@ def check_preset(name) -> str: # one of `PRESETS`
 # %% ../../nbs/core/09_presets.ipynb #78e41f01
 def preset_settings(
     name:str, # one of `PRESETS`
-    size=None, # `data.image_size`, if set
+    size:Any=None, # `data.image_size`, if set: a side, or [width, height]
     control_area:int|None=None, # `data.control_area`, if set
 ) -> dict: # {dotted name: value}
     "The settings of a preset, for the given image sizes."
     if check_preset(name) == "tiny": return TINY
     sides = [size, size] if isinstance(size, int) else size or [512, 512]
-    if [type(v) for v in sides] != [int, int]: sides = [512, 512] # `data.image_size` will be refused
+    if [type(v) for v in sides] != [int, int]: # `data.image_size` will be refused
+        sides = [512, 512]
     area = control_area if isinstance(control_area, int) else sides[0] * sides[1]
     row = GPU_PRESETS[check_preset(name)][max(area, sides[0] * sides[1]) > 512 * 512]
     return {"model.pretrained_model_name_or_path": MODEL, "data.image_size": sides,
@@ -353,16 +360,25 @@ def _has_length(train:dict) -> bool:
     "Does a user's section say how long the run is?"
     return any(train.get(name) is not None for name in LENGTHS)
 
+def _section_in(config:dict, name:str) -> dict:
+    "A section of a configuration; {} if it is not there, or no section."
+    return config[name] if isinstance(config.get(name), dict) else {}
+
 def with_preset(raw:dict) -> dict: # nested; every setting of the preset that `raw` leaves open is added
     "A configuration in the layout of the YAML, with the settings of its preset."
     if raw.get("preset") is None: return raw
-    plain = lambda v: v.model_dump(exclude_unset=True) if hasattr(v, "model_dump") else v
-    out = {k: plain(v) for k, v in raw.items()} | dict(preset=check_preset(raw["preset"]))
-    own = lambda section: out[section] if isinstance(out.get(section), dict) else {}
-    settings = preset_settings(out["preset"], own("data").get("image_size"), own("data").get("control_area"))
+    out: dict[str, Any] = {}
+    for name, section in raw.items():
+        is_model = hasattr(section, "model_dump")
+        out[name] = section.model_dump(exclude_unset=True) if is_model else section
+    out["preset"] = check_preset(raw["preset"])
+    data = _section_in(out, "data")
+    settings = preset_settings(out["preset"], data.get("image_size"), data.get("control_area"))
     for name, value in settings.items():
         section, key = name.split(".")
-        if out.setdefault(section, {}) is None: out[section] = {}
-        if name == "train.max_train_steps" and _has_length(own("train")): continue
-        if isinstance(out[section], dict): out[section] = {key: value} | out[section]
+        if out.setdefault(section, {}) is None:
+            out[section] = {}
+        if name == "train.max_train_steps" and _has_length(_section_in(out, "train")): continue
+        if isinstance(out[section], dict):
+            out[section] = {key: value} | out[section]
     return _give_way(out, raw)

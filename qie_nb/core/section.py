@@ -9,9 +9,10 @@ __all__ = ['NEAR', 'GROUPS', 'PLANNED', 'ABOUT_PLANNED', 'PathStr', 'LocalPath',
 
 # %% ../../nbs/core/06b_section.ipynb #5ec71003
 import difflib, os, re
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
     AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator)
@@ -31,7 +32,7 @@ def is_section(
 
 class Section(BaseModel):
     "A part of the configuration; refuses unknown keys, checks assignments."
-    everything: ClassVar = None # the class of the whole configuration, for messages
+    everything: ClassVar[Any] = None # the class of the whole configuration, for messages
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -64,7 +65,7 @@ class Setting(NamedTuple):
     role:Role
 
 def all_settings(
-    section:type|None=None, # default: the whole configuration
+    section:Any=None, # a subclass of `Section`; default: the whole configuration
     prefix:str="",
 ) -> list[Setting]:
     "Every setting of a section and of the sections in it, in the order of their declaration."
@@ -100,8 +101,10 @@ _WORDS = { # pydantic's words -> ours
     "greater than": "greater than", "less than": "less than"}
 
 def plain_words(message:str) -> str: # of pydantic
+    "pydantic's message in the words of this library: `must be` instead of `Input should be`."
     message = message[0].lower() + message[1:]
-    for theirs, ours in _WORDS.items(): message = re.sub(theirs, ours, message)
+    for theirs, ours in _WORDS.items():
+        message = re.sub(theirs, ours, message)
     return message
 
 # %% ../../nbs/core/06b_section.ipynb #5ec7100b
@@ -154,27 +157,33 @@ def _no_text(value:object) -> str:
     return f"{value!r:.500}"
 
 _TAGS = {"str", "bool", "int", "float", "constrained-int", "constrained-float"} # pydantic's, of a union
+def _place(error:Any) -> str: # of `ValidationError.errors()`
+    "The dotted name of the setting that a part of pydantic's error is about."
+    parts = map(str, error["loc"])
+    return ".".join(p for p in parts if p not in _TAGS and not set(p) & set("[("))
+
 def error_text(
     error:ValidationError,
 ) -> str:
     "One sentence for a value that pydantic refuses: name, what is wrong, value."
-    place = lambda e: ".".join(str(p) for p in e["loc"] if p not in _TAGS and not set(str(p)) & set("[("))
-    e, name = error.errors()[0], place(error.errors()[0])
-    choices = [o for o in error.errors() if o["type"] == "literal_error" and place(o) == name] # of a union
-    if choices: e = choices[0]
+    e = error.errors()[0]
+    name = _place(e)
+    choices = [o for o in error.errors() if o["type"] == "literal_error" and _place(o) == name] # of a union
+    if choices:
+        e = choices[0]
     if e["type"] in ("extra_forbidden", "no_such_attribute"):
         return unknown_key_text(name)
     if e["type"] == "frozen_field":
         return f"`{name}` cannot be changed afterwards; give it where the configuration is made"
     if e["type"] == "string_type" and isinstance(e["input"], list): # one or several: the fault is in an item
-        e = next((o for o in error.errors() if place(o).startswith(f"{name}.")), e)
-        name = place(e)
+        e = next((o for o in error.errors() if _place(o).startswith(f"{name}.")), e)
+        name = _place(e)
     msg = e["msg"].removeprefix("Value error, ")
     if msg.startswith("`"): return msg
     if e["type"] == "string_type":
         return f"`{name}` must be text, got {_no_text(e['input'])}"
     msg = plain_words(msg)
-    others = [o["msg"] for o in error.errors() if place(o) == name and o["type"] != "literal_error"]
+    others = [o["msg"] for o in error.errors() if _place(o) == name and o["type"] != "literal_error"]
     if choices and others: # of a union
         other = plain_words(others[0]).replace(" or ", ", ")
         msg = msg.replace("must be", f"{other}," if " or " in msg else f"{other} or")
@@ -189,7 +198,7 @@ ABOUT_PLANNED = ("The plan decides these from your machine, and `trainer.plan` s
 class Options(list):
     "Rows of (dotted name, default, description); displays as tables, the settings that all need first."
     def __init__(self,
-        rows:list=(), # of (dotted name, default, description)
+        rows:Iterable[tuple]=(), # (dotted name, default, description)
         needed_by:dict|None=None, # {dotted name: one of `NEEDED_BY`}; default: few need it
         introductions:dict|None=None, # {section: sentence}
         overrides:dict|None=None, # {dotted name: decisions of the plan that it makes instead}
@@ -201,7 +210,7 @@ class Options(list):
 
     def sections(self) -> dict: # {section, or "" for the top level: rows}
         "The rows by section."
-        out = {}
+        out: dict[str, list[tuple]] = {}
         for row in self:
             section = row[0].partition(".")[0] if "." in row[0] else ""
             out.setdefault(section, []).append(row)
@@ -210,7 +219,8 @@ class Options(list):
     def groups(self) -> dict: # {heading: rows}
         """The rows by who needs them: those of every run, those of many runs, those that decide instead of
         the plan, the others by section."""
-        out = {heading: [] for heading in (*GROUPS.values(), PLANNED, *self.sections())}
+        headings = (*GROUPS.values(), PLANNED, *self.sections())
+        out: dict[str, list[tuple]] = {heading: [] for heading in headings}
         for row in self:
             out[self.heading(row[0])].append(row)
         return {heading: rows for heading, rows in out.items() if rows}
@@ -224,7 +234,7 @@ class Options(list):
             return GROUPS[level]
         if self.overrides.get(name):
             return PLANNED
-        return GROUPS.get(level) or name.rpartition(".")[0].partition(".")[0]
+        return GROUPS.get(level or "") or name.rpartition(".")[0].partition(".")[0]
 
     def __repr__(self):
         parts = []
@@ -266,12 +276,16 @@ class Options(list):
         return "\n".join(out).strip()
 
 # %% ../../nbs/core/06b_section.ipynb #48a5d201
-def _written(default) -> str: # as in YAML
+def _written(default:object) -> str:
+    "A default as in YAML; of a setting without one: required."
     names = {None: "null", True: "true", False: "false"}
-    if isinstance(default, (list, tuple)): return f"[{', '.join(map(_written, default))}]"
-    if isinstance(default, (bool, type(None))): return names[default]
-    return "required" if repr(default) == "PydanticUndefined" else f"{default:g}" \
-        if isinstance(default, float) else str(default)
+    if isinstance(default, (list, tuple)):
+        return f"[{', '.join(map(_written, default))}]"
+    if isinstance(default, (bool, type(None))):
+        return names[default]
+    if isinstance(default, float):
+        return f"{default:g}"
+    return "required" if repr(default) == "PydanticUndefined" else str(default)
 
 # %% ../../nbs/core/06b_section.ipynb #6cecbf1f
 def _path_text(value:object) -> object: # no text is left to pydantic, which refuses it

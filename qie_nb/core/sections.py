@@ -10,7 +10,7 @@ __all__ = ['AutoBool', 'BATCHES_PER_STEP', 'Quantized', 'AutoQuantized', 'Varian
 
 # %% ../../nbs/core/06c_sections.ipynb #5ec75003
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator, Field, PlainSerializer, WrapValidator, field_validator, model_validator)
@@ -61,7 +61,7 @@ AutoQuantized = Annotated[
     bool | Literal["auto", "none", "qfloat8", "qint8", "qint4", "nf4", "int8", "float8", "fp8_storage"],
     WrapValidator(AcceptRegistered("quantization")), PlainSerializer(_as_it_is)]
 VariantName = Annotated[
-    Literal[("auto", *VARIANT_NAMES)],
+    Literal[("auto", *VARIANT_NAMES)], # type: ignore[valid-type] # of a tuple that a checker cannot see
     WrapValidator(AcceptRegistered("variant")), PlainSerializer(_as_it_is)]
 OptimizerName = Annotated[
     Literal["adamw", "adamw8bit", "adafactor", "prodigy"],
@@ -254,7 +254,8 @@ class StepSection(Section):
         on_resume="must match", on_card=True, gt=0, lt=1)
 
 # %% ../../nbs/core/06c_sections.ipynb #e56c15ea
-def _check_hours(value:object) -> object:
+def _check_hours(value:Any) -> Any: # what a person wrote
+    "The value of `train.max_hours`. Raises ValueError for another than a number above 0, auto or null."
     if value is None or value == "auto":
         return value
     if type(value) in (int, float) and 0 < value < 1_000_000:
@@ -413,8 +414,11 @@ class PredictLora(Section):
     name: str | None = setting(None, "adapter name; default from the file", on_resume="recomputed")
 
 # %% ../../nbs/core/06c_sections.ipynb #6b8c3102
-def _lora_paths(v):
-    return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v] if isinstance(v, list) else v
+def _lora_paths(v:object) -> object:
+    "A list with each path as the section that it stands for."
+    if not isinstance(v, list):
+        return v
+    return [dict(path=x) if isinstance(x, (str, Path)) else x for x in v]
 
 class PredictSection(Section):
     "Prediction."

@@ -11,9 +11,9 @@ __all__ = ['ON_RESUME', 'NEEDED_BY', 'MOST', 'Real', 'Count', 'Positive', 'Pixel
 
 # %% ../../nbs/core/06_settings.ipynb #5e770003
 import argparse, difflib, re, sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.fields import FieldInfo
@@ -49,7 +49,7 @@ def setting(
     older:tuple=(),
     also_called:tuple=(),
     overrides:str|tuple=(), # field of `Plan`, or several
-    **limits:object, # as for pydantic's `Field`
+    **limits:Any, # as for pydantic's `Field`
 ) -> Any: # a `FieldInfo`; type checkers see the type of the setting
     "Declare a setting. Leaving `on_resume` out is a TypeError at import."
     if on_resume not in ON_RESUME:
@@ -64,9 +64,9 @@ def role_of(
     field:FieldInfo,
 ) -> Role:
     "The role of a declared setting. Raises TypeError for a field without one."
-    if not field.json_schema_extra:
+    if not isinstance(field.json_schema_extra, dict):
         raise TypeError("a setting is declared with `setting(default, help, on_resume=...)`")
-    return Role(**field.json_schema_extra)
+    return Role(**cast(dict[str, Any], field.json_schema_extra)) # of `setting`
 
 def value_of(
     config:dict, # nested
@@ -194,8 +194,9 @@ def _pop(config:dict, name:str) -> tuple: # (was it there?, its value)
     "Take a setting out of a nested configuration by its dotted name."
     *sections, key = name.split(".")
     for section in sections:
-        config = config.get(section)
-        if not isinstance(config, dict): return False, None
+        inner = config.get(section)
+        if not isinstance(inner, dict): return False, None
+        config = inner
     return key in config, config.pop(key, None)
 
 def _copied(config:dict) -> dict:
@@ -244,7 +245,8 @@ def removed_meant(
     return next((name for w, name in names.items() if w.rsplit(".", 1)[-1] == ending), "")
 
 # %% ../../nbs/core/06_settings.ipynb #c8835429
-_NAMES = {"quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": [], "strategy": []}
+_NAMES: dict[str, list[str]] = {
+    "quantization": [], "optimizer": [], "sink": [], "loss_weighting": [], "variant": [], "strategy": []}
 
 def register(
     kind:str, # quantization, optimizer, sink, loss_weighting, variant or strategy
@@ -336,10 +338,10 @@ def _value_of_text(text:str) -> object:
     return value if written else text # also with " #" or ": "
 
 def texts_of(
-    settings:Iterable, # "train.max_train_steps=100", of a command line
+    settings:Iterable[str], # "train.max_train_steps=100", of a command line
 ) -> dict: # {dotted name: text}
     "The settings of a command line. Raises ValueError if one is there twice with different values."
-    out = {}
+    out: dict[str, str] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
         name = name.strip()
@@ -352,7 +354,7 @@ def nested(
     values:dict, # {dotted name: value}
 ) -> dict:
     "Settings in the layout of the YAML. Raises ValueError for a section that is also set as a value."
-    out = {}
+    out: dict[str, Any] = {}
     for name, value in values.items():
         *sections, key = name.split(".")
         inner = out
@@ -372,30 +374,39 @@ def parse_settings(
     return nested({name: _value_of_text(text) for name, text in texts_of(settings).items()})
 
 # %% ../../nbs/core/06_settings.ipynb #0522bd03
-def merge_settings(under, over): # nested dicts
+def merge_settings(under:Any, over:Any) -> Any: # nested dicts, or a value that replaces one
+    "Settings of two layers: those of `over` replace those of `under`, setting by setting."
     if not isinstance(under, dict) or not isinstance(over, dict): return over
     return under | {k: merge_settings(under[k], v) if k in under else v for k, v in over.items()}
 
 # %% ../../nbs/core/06_settings.ipynb #20aebe92
-def _unwrap_class(section, name) -> list: # notes; unwraps `{class_path: ..., init_args: {...}}`
+_OPTIMIZERS = {"adam8bit": "adamw8bit", "adam": "adamw"} # {class in lower case: today's name}
+
+def _unwrap_class(section:dict, name:str) -> list[str]:
+    "Unwraps `{class_path: ..., init_args: {...}}` of a section. Returns notes."
     notes = []
     if "init_args" in section:
         section |= (section.pop("init_args") or {}) | section
         notes.append(f"{name}.init_args.* -> {name}.*")
     if "class_path" in section:
-        leaf, what = section.pop("class_path").rsplit(".", 1)[-1].lower(), "ImageDataset"
+        leaf = section.pop("class_path").rsplit(".", 1)[-1].lower()
+        what = "ImageDataset"
         if name == "optimizer":
-            what = f"optimizer.name: {(today := {'adam8bit': 'adamw8bit', 'adam': 'adamw'}.get(leaf, leaf))}"
+            today = _OPTIMIZERS.get(leaf, leaf)
+            what = f"optimizer.name: {today}"
             section.setdefault("name", today)
         notes.append(f"{name}.class_path -> {what}")
     return notes
 
 # %% ../../nbs/core/06_settings.ipynb #1128a49e
-def _old_settings(out, todays): # yields (old name, today's, value), taken out of `out`
-    datasets, training = out.pop("datasets", None) or [], out.pop("training", None)
+def _old_settings(out:dict, todays:dict[str, str]) -> Iterator[tuple[str, str, Any]]:
+    "(old name, today's, value) of each older setting, taken out of `out`."
+    datasets = out.pop("datasets", None) or []
+    training = out.pop("training", None)
     datasets = [datasets] if isinstance(datasets, dict) else datasets
     folders = [d["folder_path"] for d in datasets if "folder_path" in d]
-    if folders: yield "datasets[].folder_path", "data.dataset_path", folders if folders[1:] else folders[0]
+    if folders:
+        yield "datasets[].folder_path", "data.dataset_path", folders if folders[1:] else folders[0]
     for k, v in [item for d in datasets for item in d.items() if item[0] != "folder_path"]:
         yield f"datasets[].{k}", todays.get(f"data.{k}", f"data.{k}"), v
     for k, v in training.items() if isinstance(training, dict) else ():
@@ -403,7 +414,9 @@ def _old_settings(out, todays): # yields (old name, today's, value), taken out o
         yield f"training.{k}", todays.get(f"training.{k}", todays.get(name, name)), v
     for section, values in out.items():
         for k in list(values) if isinstance(values, dict) else ():
-            if (name := f"{section}.{k}") in todays: yield name, todays[name], values.pop(k)
+            name = f"{section}.{k}"
+            if name in todays:
+                yield name, todays[name], values.pop(k)
 
 # %% ../../nbs/core/06_settings.ipynb #1128a401
 def translate(
@@ -411,14 +424,17 @@ def translate(
     todays:dict, # {older dotted name: today's}
 ) -> tuple: # (dict with today's names, list of notes "old -> new")
     "A configuration with today's names of settings."
-    out, notes = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}, []
+    out: dict[str, Any] = {k: (dict(v) if isinstance(v, dict) else v) for k, v in raw.items()}
+    notes: list[str] = []
     for name in ("data", "optimizer"):
-        if isinstance(out.get(name), dict): notes += _unwrap_class(out[name], name)
+        if isinstance(out.get(name), dict):
+            notes += _unwrap_class(out[name], name)
     for old, new, value in list(_old_settings(out, todays)):
         if new not in removed_names():
             notes.append(f"{old} -> {new}")
         section, _, key = new.partition(".")
-        if out.get(section) is None: out[section] = {}
+        if out.get(section) is None:
+            out[section] = {}
         if not isinstance(out[section], dict): continue
         used = out[section].setdefault(key, value)
         if used != value:
@@ -426,7 +442,8 @@ def translate(
     return out, notes
 
 # %% ../../nbs/core/06_settings.ipynb #fcac04eb
-def hyphenate(text:str) -> str:
+def hyphenate(text:str) -> str: # an argument of a command line
+    "An option with hyphens in its name: `--cache_dir=a_b` becomes `--cache-dir=a_b`."
     name, equals, value = text.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else text
 
@@ -436,23 +453,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kw):
         super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kw)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args:Iterable[str]|None=None, namespace:Any=None): # default: of this process
+        "As argparse's; options may be written with _ or -."
         args = sys.argv[1:] if args is None else args
         return super().parse_known_args([hyphenate(t) for t in args], namespace)
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args:Iterable[str]|None=None, namespace:Any=None): # default: of this process
+        "As argparse's; what is left over are settings or cache folders, if the command takes several."
         args = [hyphenate(t) for t in (sys.argv[1:] if args is None else args)]
         a, rest = self.parse_known_args(args, namespace)
         flags = [t for t in rest if t.startswith("-")]
         several = next((n for n in ("settings", "cache_dir") if hasattr(a, n)), None)
-        if rest and (flags or not several): self.unknown((flags or rest)[0], args, a)
-        if rest: getattr(a, several).extend(rest)
+        if rest and (flags or not several):
+            self.unknown((flags or rest)[0], args, a)
+        if rest and several:
+            getattr(a, several).extend(rest)
         return a
 
-    def unknown(self, text, args, a): # exits
+    def unknown(self, text:str, args:list[str], a:argparse.Namespace) -> None: # of all arguments; what was read of them
+        "Exit, because of an argument that the command does not take."
         self.error(f"unrecognized arguments: {text}")
 
-    def error(self, message):
+    def error(self, message:str): # of argparse
+        "Exit with status 2 and one sentence: what is wrong, with name and value, and where help is."
         known = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if known:
             choices = re.findall(r"[\w-]+", known[2])

@@ -14,14 +14,25 @@ import os
 import platform
 import sys
 import textwrap
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Callable
 
 # %% ../../nbs/core/11_startup.ipynb #2a2e2c01
 class Lazy: # without docstring: `help` shows the object's
-    def __init__(self, name, module): vars(self).update(_name=name, _module=module)
+    _name: str # of the object
+    _module: str # dotted name of its module, which is imported at the first use
+
+    def __init__(self, name:str, module:str):
+        vars(self).update(_name=name, _module=module)
+
     @property
     def __wrapped__(self): return getattr(importlib.import_module(self._module), self._name)
     __origin__ = __wrapped__ # for `help`
-    def getdoc(self): return self.__wrapped__.__doc__ # for IPython
+
+    def getdoc(self) -> str|None:
+        "The object's docstring, for IPython."
+        return self.__wrapped__.__doc__
     def __call__(self, *args, **kwargs): return self.__wrapped__(*args, **kwargs)
     def __getattr__(self, name):
         instances = name.startswith(("_repr_", "_ipython_"))
@@ -35,7 +46,7 @@ class Lazy: # without docstring: `help` shows the object's
     def __repr__(self): return f"{self._module}.{self._name}"
 
 # %% ../../nbs/core/11_startup.ipynb #2a2e2c11
-PROVIDED = {} # {what: `Lazy`}, filled in qie_nb/__init__.py
+PROVIDED: dict[str, Callable] = {} # {what: `Lazy`}, filled in qie_nb/__init__.py
 
 # %% ../../nbs/core/11_startup.ipynb #7007cfb9
 WARNINGS = {
@@ -73,7 +84,7 @@ def set_allocator():
 XET_CACHE = "HF_XET_CHUNK_CACHE_SIZE_BYTES"
 
 def on_kaggle(
-    env:dict, # environment variables
+    env:Mapping[str, str], # environment variables
 ) -> bool:
     "Is this a session of Kaggle, by its variables?"
     return bool(env.get("KAGGLE_KERNEL_RUN_TYPE") or env.get("KAGGLE_URL_BASE"))
@@ -82,7 +93,6 @@ def set_download_cache():
     "Let hf_xet keep no pieces of downloaded files on Kaggle, unless the environment has a size for them."
     if on_kaggle(os.environ):
         os.environ.setdefault(XET_CACHE, "0")
-
 
 # %% ../../nbs/core/11_startup.ipynb #e46081f0
 def raised_by_us(e:BaseException) -> bool:
@@ -94,21 +104,29 @@ def raised_by_us(e:BaseException) -> bool:
     return tb.tb_frame.f_code.co_code[tb.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
 
 # %% ../../nbs/core/11_startup.ipynb #e4608101
-def show_error(shell, etype, value, tb, tb_offset=None): # a handler of IPython
+def show_error(
+    shell:Any, # IPython's
+    etype:type, value:BaseException, tb:TracebackType|None, # the exception
+    tb_offset:int|None=None, # frames of the shell itself
+) -> Any: # as IPython's own handlers
+    "Show an error of this library as sentences; the traceback only of one that it did not raise."
     if not raised_by_us(value): return shell.showtraceback(tb_offset=tb_offset)
     shell._get_exc_info((etype, value, tb)) # for %tb
     lines = [textwrap.fill(line, 100, break_long_words=False, break_on_hyphens=False)
              for line in str(value).splitlines()]
-    shell._showtraceback(etype, value, [*lines, "(%tb shows the traceback)"])
+    return shell._showtraceback(etype, value, [*lines, "(%tb shows the traceback)"])
 
 OURS = (ValueError, OSError, RuntimeError, ImportError, TypeError)
 
-def errors_as_sentences(shell):
+def errors_as_sentences(shell:Any) -> None: # of IPython
     "Show errors that this library raises without their traceback."
     if getattr(shell, "_qie_nb", False): return
-    shell._qie_nb, other, theirs = True, shell.CustomTB, shell.custom_exceptions
+    shell._qie_nb = True
+    other = shell.CustomTB
+    theirs = shell.custom_exceptions
     def handler(shell, etype, value, tb, tb_offset=None):
-        show = show_error.__get__(shell) if raised_by_us(value) or not issubclass(etype, theirs) else other
+        is_ours = raised_by_us(value) or not issubclass(etype, theirs)
+        show = show_error.__get__(shell) if is_ours else other
         return show(etype, value, tb, tb_offset=tb_offset)
     shell.set_custom_exc((*theirs, *OURS), handler)
 

@@ -11,8 +11,12 @@ __all__ = ['POINTER', 'PAGE', 'CAPTION_BYTES', 'SETTINGS_BYTES', 'TABLE_BYTES', 
 import ast, csv, io, json, os, re, stat, warnings
 from functools import lru_cache
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from .files import few, is_invisible, letter_name, megabytes, visible
+
+if TYPE_CHECKING:
+    import yaml
 
 # %% ../../nbs/core/01_text_files.ipynb #68d3b681
 POINTER, PAGE = "a Git LFS pointer", "a web page"
@@ -93,7 +97,7 @@ def in_one_sentence(
     errors:list, # of `BadFile` and other exceptions
 ) -> str:
     "Faults of one kind are counted, and the first files named."
-    kinds = {}
+    kinds: dict[object, list[Exception]] = {}
     for e in errors:
         kind = (e.what, e.fault, e.remedy) if isinstance(e, BadFile) else str(e)
         kinds.setdefault(kind, []).append(e)
@@ -107,7 +111,7 @@ def _counted(errors:list) -> str:
     first = errors[0]
     if len(errors) == 1 or not isinstance(first, BadFile):
         return str(first)
-    verb = re.match(r"is an?\b|\w+", first.fault)[0]
+    verb = re.findall(r"^(?:is an?\b|\w+)", first.fault)[0]
     fault = _MANY.get(verb, verb) + first.fault[len(verb):]
     remedy = re.sub(r"\bit\b", "them", first.remedy)
     names = few(os.path.basename(e.path) for e in errors)
@@ -138,7 +142,8 @@ def _bytes_of(path:str|os.PathLike, what:str, most:int) -> bytes:
         raise
     try:
         _check_stat(os.fstat(file), path, what, most)
-        blocks, size = [], 0
+        blocks: list[bytes] = []
+        size = 0
         while size <= most:
             block = os.read(file, 1 << 16)
             if not block:
@@ -157,7 +162,7 @@ def _encoding(data:bytes) -> str:
 
 _FIRST = (b"<", b"v", b"/", b"#", b"%", b"{", b"\xef", b" ", b"\t", b"\n", b"\r") # of `_AS_TEXT`
 
-def _fault_of(data:bytes, text:str|None) -> tuple: # (fault, detail, remedy), or None
+def _fault_of(data:bytes, text:str|None) -> tuple[str, str, str]|None: # (fault, detail, remedy)
     "What is wrong with a file's bytes, of which `text` is what they decode to."
     broken = text is None or "\0" in text
     if not broken and data[:1] not in _FIRST: # most captions
@@ -182,13 +187,14 @@ def read_text(
     try:
         data = _bytes_of(path, what, most)
     except OSError as e:
-        fault = f"cannot be read ({e.strerror})"
-        raise BadFile(path, what, fault, "make it a readable file") from None
+        unreadable = f"cannot be read ({e.strerror})"
+        raise BadFile(path, what, unreadable, "make it a readable file") from None
     try:
         text = data.decode(_encoding(data))
+        fault = _fault_of(data, text)
     except ValueError:
-        text = None
-    fault = _fault_of(data, text)
+        text = ""
+        fault = _fault_of(data, None)
     if fault:
         words, detail, remedy = fault
         raise BadFile(path, what, words, remedy, detail)
@@ -225,7 +231,8 @@ def _decoder(nan:bool) -> json.JSONDecoder:
 
 def _first_twice(text:str) -> tuple: # (name, line, line)
     "The first name that one object of a JSON text has twice."
-    objects, last = [], None
+    objects: list[dict[str, int]] = [] # {name: line} of each open bracket
+    last = None
     line = 1
     for m in re.finditer(r'"(?:[^"\\]|\\.)*"|[{}\[\]:\n]', text):
         token = m[0]
@@ -272,11 +279,13 @@ def parse_json(
 # %% ../../nbs/core/01_text_files.ipynb #e71b664d
 def _values_in(text:str) -> list: # of (line, value)
     "JSON values one after the other, with commas or nothing between them."
-    decoder, out = _decoder(True), []
+    decoder = _decoder(True)
+    out: list[tuple[int, object]] = []
     at, seen = 0, 0
     line = 1
     while True:
-        at += re.compile(r"[\s,]*").match(text, at).end() - at
+        while at < len(text) and (text[at].isspace() or text[at] == ","):
+            at += 1
         if at == len(text):
             return out
         line += text.count("\n", seen, at)
@@ -451,25 +460,27 @@ def _size_of(node, sizes:dict) -> int:
     sizes[id(node)] = total
     return total
 
-def _yaml_fault(e:Exception, text:str) -> str:
+def _yaml_fault(e:"yaml.YAMLError", text:str) -> str:
     "PyYAML's error as a sentence that lacks its subject."
-    if hasattr(e, "character"):
+    import yaml
+    if isinstance(e, yaml.reader.ReaderError):
         name = letter_name(text[e.position])
-        line = text.count("\n", 0, e.position) + 1
-        return f"has {name} in line {line}, which YAML does not allow; remove it"
+        number = text.count("\n", 0, e.position) + 1
+        return f"has {name} in line {number}, which YAML does not allow; remove it"
     mark = getattr(e, "problem_mark", None)
     if mark is None:
         return f"is not valid YAML ({' '.join(str(e).split())}); fix it"
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
-    where = f"in line {mark.line + 1}"
+    where = f"line {mark.line + 1}"
     hidden = [c for c in line if c != "\t" and c != " " and is_invisible(c)]
     if "\t" in line:
-        return f"has a tab {where}; use spaces"
+        return f"has a tab in {where}; use spaces"
     if hidden:
-        return f"has {letter_name(hidden[0])} {where}; use plain spaces"
-    problem = f"is not valid YAML ({where[3:]}: {e.problem}, {line.strip()[:60]!r})"
-    if "escape" in e.problem:
+        return f"has {letter_name(hidden[0])} in {where}; use plain spaces"
+    why = getattr(e, "problem", "")
+    problem = f"is not valid YAML ({where}: {why}, {line.strip()[:60]!r})"
+    if "escape" in why:
         return f"{problem}: a backslash in double quotes; use single quotes or /"
     return f"{problem}; check indentation, colons and quotes"
 

@@ -8,8 +8,10 @@ __all__ = ['LEAST_BLOCKS', 'LEAST_SHARE', 'LEAST_SPREAD', 'SAME_GRID', 'Alignmen
 
 # %% ../../nbs/data/04b_alignment.ipynb #d05a7f1e
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,19 +21,22 @@ from .images import Geometry, open_image
 # %% ../../nbs/data/04b_alignment.ipynb #a086c76f
 class Alignment(NamedTuple):
     "Where a target has the content of its control; None where the images do not tell."
-    dx: float = None # target pixels to the right
-    dy: float = None # target pixels down
-    sx: float = None # size in the target / size in the control, along x; 1 = equal
-    sy: float = None # the same along y
-    rotation: float = None # degrees counter-clockwise, as in `PIL.Image.rotate`
-    changed: float = None # share of pixels that differ after the alignment, 0..1
+    dx: float|None = None # target pixels to the right
+    dy: float|None = None # target pixels down
+    sx: float|None = None # size in the target / size in the control, along x; 1 = equal
+    sy: float|None = None # the same along y
+    rotation: float|None = None # degrees counter-clockwise, as in `PIL.Image.rotate`
+    changed: float|None = None # share of pixels that differ after the alignment, 0..1
 
     @property
-    def known(self) -> bool: # are shift, scale and rotation all known?
+    def known(self) -> bool:
+        "Are shift, scale and rotation all known?"
         return None not in self[:5]
+
     @property
     def t(self) -> tuple: # (dx, dy, sx, sy, angle in radians)
-        return (*self[:4], math.radians(self.rotation))
+        "The transformation as the fit computes with it."
+        return (*self[:4], math.radians(self.rotation or 0))
 
 # %% ../../nbs/data/04b_alignment.ipynb #9421a470
 _SAME = (0., 0., 1., 1., 0.) # t of an aligned pair
@@ -60,13 +65,14 @@ def displacement(a:Alignment, size:tuple, b:Alignment=Alignment(*_SAME)) -> floa
 # %% ../../nbs/data/04b_alignment.ipynb #c82ca147
 def _structure(im) -> np.ndarray: # complex64 [h, w], absolute values below 1
     from scipy.ndimage import gaussian_filter
-    smooth = lambda a, s, truncate: gaussian_filter(a, s, mode="nearest", truncate=truncate)
-    a, z = np.asarray(im, np.float32), 0
+    smooth = partial(gaussian_filter, mode="nearest")
+    a = np.asarray(im, np.float32)
+    z = 0
     for c in range(3):
-        p = np.pad(smooth(a[..., c], 1.2, 3), 1, mode="edge")
+        p = np.pad(smooth(a[..., c], 1.2, truncate=3), 1, mode="edge")
         z = z + ((p[1:-1, 2:] - p[1:-1, :-2]) / 2 + 0.5j * (p[2:, 1:-1] - p[:-2, 1:-1])) ** 2
     size = np.sqrt(np.abs(z))
-    return (z / (size + 1e-6) / (size + smooth(size, 8, 2) + 2)).astype(np.complex64) # 2 levels: noise
+    return (z / (size + 1e-6) / (size + smooth(size, 8, truncate=2) + 2)).astype(np.complex64) # 2 levels: noise
 
 # %% ../../nbs/data/04b_alignment.ipynb #431889c2
 def _correlate(a, b, n:int) -> np.ndarray: # [blocks, n, n]: sum of conj(a[x]) b[x + shift], real part
@@ -84,9 +90,11 @@ def _corners(length, block, step): # of blocks, evenly spread
 def _scores(a, b, valid, block, reach, step) -> tuple: # centres [n, 2], scores [n, shifts, shifts], contrast
     n, k = 2 * reach + 1, block + 2 * reach
     at = [(y, x) for y in _corners(a.shape[0], block, step) for x in _corners(a.shape[1], block, step)]
-    padded, known = np.pad(b * valid, reach), np.pad(valid, reach)
+    padded = np.pad(b * valid, reach)
+    known = np.pad(valid, reach)
     own = np.stack([a[y:y + block, x:x + block] for y, x in at])
-    other, known = (np.stack([m[y:y + k, x:x + k] for y, x in at]) for m in (padded, known))
+    other = np.stack([padded[y:y + k, x:x + k] for y, x in at])
+    known = np.stack([known[y:y + k, x:x + k] for y, x in at])
     window = np.sqrt(np.hanning(block + 2)[1:-1]).astype(np.float32)
     window = window[:, None] * window
     power = np.abs(own) ** 2 * window
@@ -102,16 +110,20 @@ def _scores(a, b, valid, block, reach, step) -> tuple: # centres [n, 2], scores 
 def _peaks(scores) -> tuple: # shifts [n, 2] in pixels, heights [n], curvatures [n, 2, 2]
     n = scores.shape[1]
     at = scores[:, 1:-1, 1:-1].reshape(len(scores), -1).argmax(1)
-    i, j, k = at // (n - 2) + 1, at % (n - 2) + 1, np.arange(len(scores))
-    near = lambda u, v: scores[k, i + u, j + v]
+    i = at // (n - 2) + 1
+    j = at % (n - 2) + 1
+    k = np.arange(len(scores))
+    def near(u, v): return scores[k, i + u, j + v]
     top = near(0, 0)
-    gx, gy = (near(0, 1) - near(0, -1)) / 2, (near(1, 0) - near(-1, 0)) / 2
+    gx = (near(0, 1) - near(0, -1)) / 2
+    gy = (near(1, 0) - near(-1, 0)) / 2
     hx = np.maximum(2 * top - near(0, 1) - near(0, -1), 1e-4)
     hy = np.maximum(2 * top - near(1, 0) - near(-1, 0), 1e-4)
     hxy = -(near(1, 1) - near(1, -1) - near(-1, 1) + near(-1, -1)) / 4
     hxy = np.where(hxy ** 2 > 0.95 * hx * hy, 0, hxy)
     det = hx * hy - hxy ** 2
-    dx, dy = (hy * gx - hxy * gy) / det, (hx * gy - hxy * gx) / det
+    dx = (hy * gx - hxy * gy) / det
+    dy = (hx * gy - hxy * gx) / det
     shift = np.stack([j - n // 2 + dx.clip(-1, 1), i - n // 2 + dy.clip(-1, 1)], 1)
     return shift, top, np.stack([np.stack([hx, hxy], 1), np.stack([hxy, hy], 1)], 1)
 
@@ -124,13 +136,17 @@ class _Matches(NamedTuple):
     half: np.ndarray # half the width and height of the image, target pixels
 
     @property
-    def span(self): return math.sqrt(math.prod(self.half))
+    def span(self) -> float:
+        "Half a side of a square of the image's area, target pixels."
+        return math.sqrt(math.prod(self.half))
 
-    def trust(self, t): # [n], 1: agrees, 0: differs by `limit` or more
+    def trust(self, t:Sequence[float]|np.ndarray) -> np.ndarray: # [n]
+        "How well each match agrees with a transformation: 1, or 0 if it differs by `limit` or more."
         far = ((self.q - _mapped(t, self.p)) ** 2).sum(1)
         return np.maximum(0, 1 - far / self.limit ** 2) ** 2
 
-    def only(self, chosen):
+    def only(self, chosen:np.ndarray) -> "_Matches": # indices, or [n] bool
+        "Some of the matches."
         return self._replace(p=self.p[chosen], q=self.q[chosen], weight=self.weight[chosen])
 
 def _improved(t, m, weight) -> np.ndarray: # one Gauss-Newton step
@@ -141,17 +157,22 @@ def _improved(t, m, weight) -> np.ndarray: # one Gauss-Newton step
     return t + np.linalg.solve(normal, np.einsum("njk,nk->j", by, m.q - _mapped(t, m.p)))
 
 def _search(m, tries:int=200) -> np.ndarray: # t
-    rng, best, out = np.random.default_rng(0), -1., np.array(_SAME)
+    rng = np.random.default_rng(0)
+    best = -1.
+    out = np.array(_SAME)
     w = np.sqrt(np.linalg.det(m.weight))
     for n in range(tries):
         t = np.array(_SAME)
-        if n == 1: t[:2] = np.median(m.q - m.p, 0)
+        if n == 1:
+            t[:2] = np.median(m.q - m.p, 0)
         if n > 1:
             three = m.only(rng.choice(len(m.p), 3, replace=False, p=w / w.sum()))
-            for _ in range(2): t = _improved(t, three, np.broadcast_to(np.eye(2), (3, 2, 2)))
+            for _ in range(2):
+                t = _improved(t, three, np.broadcast_to(np.eye(2), (3, 2, 2)))
             if max(abs(t[2] - 1), abs(t[3] - 1), abs(t[4])) > 0.12: continue
         agreed = (w * np.sqrt(m.trust(t))).sum()
-        if agreed > best: best, out = agreed, t
+        if agreed > best:
+            best, out = agreed, t
         if best > 0.7 * w.sum(): break
     return out
 
@@ -164,13 +185,16 @@ def _fitted(t, m, steps:int=8) -> np.ndarray: # t
 
 # %% ../../nbs/data/04b_alignment.ipynb #47f7b934
 def resampled(
-    target, # PIL image
-    t, # (dx, dy, sx, sy, angle), in pixels of an image of `size`
-    size:tuple, # (width, height)
-) -> tuple: # (PIL image, valid? [h, w])
+    target:Image.Image,
+    t:Sequence[float]|np.ndarray, # (dx, dy, sx, sy, angle), in pixels of an image of `size`
+    size:Sequence[int], # (width, height)
+) -> tuple[Image.Image, np.ndarray]: # (image, valid? [h, w])
     "The target in the control's frame. Where it has no pixels, the second array is False."
-    (w, h), (W, H), affine = target.size, size, Image.Transform.AFFINE
-    scale, middle = np.diag([w / W, h / H]), np.array([w / 2, h / 2])
+    w, h = target.size
+    W, H = size
+    affine = Image.Transform.AFFINE
+    scale = np.diag([w / W, h / H])
+    middle = np.array([w / 2, h / 2])
     m = scale @ _matrix(t) @ np.linalg.inv(scale)
     data = np.c_[m, middle + scale @ t[:2] - m @ middle].ravel()
     inside = Image.new("L", (w, h), 255).transform((w, h), affine, data, Image.Resampling.NEAREST)
@@ -178,7 +202,9 @@ def resampled(
 
 class _Level(NamedTuple):
     side: int # pixels, of a square of the same area
-    block: int; reach: int; step: int # pixels
+    block: int # pixels
+    reach: int # the same
+    step: int # the same
     limit: float # pixels
 
 def _levels(side): # of a square of the target's area
@@ -190,19 +216,24 @@ def _levels(side): # of a square of the target's area
 # %% ../../nbs/data/04b_alignment.ipynb #125ea21f
 def _matches(control, target, level, t) -> _Matches: # t: None on the first level
     from scipy.ndimage import binary_erosion
-    size, side = np.array(target.size), math.sqrt(math.prod(target.size))
-    w, h = (max(32, round(n * level.side / side)) for n in target.size)
+    size = np.array(target.size)
+    side = math.sqrt(math.prod(target.size))
+    w = max(32, round(target.width * level.side / side))
+    h = max(32, round(target.height * level.side / side))
     small = [im.resize((w, h), Image.Resampling.BICUBIC) for im in (control, target)]
     valid = np.ones((h, w), bool)
     if t is not None:
         small[1], valid = resampled(small[1], t, target.size)
         valid = binary_erosion(valid, iterations=3, border_value=1)
     block = min(level.block, h // 2, w // 2)
-    at, scores, contrast = _scores(*map(_structure, small), valid, block, level.reach, level.step)
+    a, b = map(_structure, small)
+    at, scores, contrast = _scores(a, b, valid, block, level.reach, level.step)
     shift, height, curve = _peaks(scores)
     height, pixel = height.clip(0, 0.98), size / (w, h)
     weight = curve * (contrast * height / (1.02 - height))[:, None, None]
-    p, q = (at - (w / 2 - 0.5, h / 2 - 0.5)) * pixel, (at + shift - (w / 2 - 0.5, h / 2 - 0.5)) * pixel
+    centre = (w / 2 - 0.5, h / 2 - 0.5)
+    p = (at - centre) * pixel
+    q = (at + shift - centre) * pixel
     m = _Matches(p, q if t is None else _mapped(t, q), weight, level.limit * side / level.side, size / 2)
     return m.only((contrast > 0.004) & (height > 0.05))
 
@@ -213,57 +244,68 @@ _SHAKY = 1 # times as large: the other numbers are not given either
 LEAST_SPREAD = 0.15 # standard deviation of the agreeing blocks' places, half sides of the image
 
 def _errors(t, m) -> np.ndarray: # standard errors of t: the jackknife over 6 x 6 parts of the image
-    slopes, weight = _slopes(t, m.p), m.weight * m.trust(t)[:, None, None]
+    slopes = _slopes(t, m.p)
+    weight = m.weight * m.trust(t)[:, None, None]
     by = np.einsum("nij,nik->njk", slopes, weight)
     normal = np.einsum("njk,nkl->njl", by, slopes)
     pull = np.einsum("njk,nk->nj", by, m.q - _mapped(t, m.p))
     part = ((m.p / m.half + 1) * 3).astype(int) @ (6, 1)
-    all_, change = normal.sum(0) + 1e-6 * np.diag([1, 1, *[m.span ** 2] * 3]), []
+    all_ = normal.sum(0) + 1e-6 * np.diag([1, 1, *[m.span ** 2] * 3])
+    change = []
     for k in np.unique(part):
         rest = all_ - normal[part == k].sum(0)
         change.append(np.linalg.solve(rest, pull[part == k].sum(0)))
     return np.sqrt((np.array(change) ** 2).sum(0))
 
 def _spread(t, m, axis) -> float: # of the evidence along x or y, half sides
-    weight, place = m.weight[:, axis, axis] * m.trust(t), m.p[:, axis] / m.half[axis]
+    weight = m.weight[:, axis, axis] * m.trust(t)
+    place = m.p[:, axis] / m.half[axis]
     mean = np.average(place, weights=weight)
     return math.sqrt(np.average((place - mean) ** 2, weights=weight))
 
-def _alignment(t) -> Alignment: return Alignment(*map(float, t[:4]), math.degrees(t[4]))
+def _alignment(t:Sequence[float]|np.ndarray) -> Alignment: # (dx, dy, sx, sy, angle in radians)
+    "The fit's transformation as an `Alignment`."
+    dx, dy, sx, sy = map(float, t[:4])
+    return Alignment(dx, dy, sx, sy, math.degrees(t[4]))
 
 def _agree(t, m) -> bool: # more blocks than could by chance?
     n = (m.trust(t) > 0).sum()
     return n >= LEAST_BLOCKS and n >= LEAST_SHARE * len(m.p)
 
 def _located(control, target) -> tuple: # t or None, standard errors
-    t, side = None, math.sqrt(math.prod(target.size))
+    t: np.ndarray|None = None
+    side = math.sqrt(math.prod(target.size))
     first, middle, fine = _levels(side)
     for level in (first, middle, fine):
-        if level is middle and displacement(_alignment(t), target.size) * first.side < side: continue
+        if level is middle and t is not None and displacement(_alignment(t), target.size) * first.side < side: continue
         m = _matches(control, target, level, t)
         if len(m.p) < LEAST_BLOCKS: return None, None
         t = _fitted(_search(m) if t is None else t, m)
         if not _agree(t, m): return None, None
     errors = _errors(t, m)
     for axis in (0, 1):
-        if _spread(t, m, axis) < LEAST_SPREAD: errors[[axis, 2 + axis]] = np.inf
+        if _spread(t, m, axis) < LEAST_SPREAD:
+            errors[[axis, 2 + axis]] = np.inf
     return t, errors
 
 # %% ../../nbs/data/04b_alignment.ipynb #58f1fc22
 _CHANGED, _SIDE = 16, 384 # levels, longest side at which pixels are compared
 
-def _changed(control, target, t=None) -> float: # share, or None
+def _changed(control:Image.Image, target:Image.Image, t:Sequence[float]|np.ndarray|None=None) -> float|None:
+    "The share of pixels that differ, also after a small shift; None if the images do not tell."
     from scipy.ndimage import binary_erosion, gaussian_filter, maximum_filter, minimum_filter
     fit = min(1, _SIDE / max(target.size))
-    size = tuple(max(1, round(n * fit)) for n in target.size)
+    size = max(1, round(target.width * fit)), max(1, round(target.height * fit))
     images = [im.resize(size, Image.Resampling.BICUBIC) for im in (control, target)]
     valid = np.ones(size[::-1], bool)
     if t is not None:
         images[1], valid = resampled(images[1], t, target.size)
         valid = binary_erosion(valid, iterations=2, border_value=1)
-    a, b = (gaussian_filter(np.asarray(im, np.float32), (1, 1, 0)) for im in images)
+    a = gaussian_filter(np.asarray(images[0], np.float32), (1, 1, 0))
+    b = gaussian_filter(np.asarray(images[1], np.float32), (1, 1, 0))
     near = (1, 1, 1) if t is None else (3, 3, 1) # a fraction of a pixel may be left
-    low, high = minimum_filter(a, near), maximum_filter(a, near)
+    low = minimum_filter(a, near)
+    high = maximum_filter(a, near)
     differs = ((b < low - _CHANGED) | (b > high + _CHANGED)).any(-1)
     share = float(differs[valid].mean()) if valid.any() else None
     if t is not None or share is None or share < 0.75: return share
@@ -271,49 +313,73 @@ def _changed(control, target, t=None) -> float: # share, or None
 
 # %% ../../nbs/data/04b_alignment.ipynb #318d5b2f
 def measure_alignment(
-    control, target, # PIL images or uint8 [H, W, 3]; the control may have another size
+    control:Any, target:Any, # PIL images or uint8 [H, W, 3]; the control may have another size
 ) -> Alignment:
     "How far the target's content is shifted, zoomed and turned against the control's."
-    control, target = open_image(control, "of the control"), open_image(target, "of the target")
+    control = open_image(control, "of the control")
+    target = open_image(target, "of the target")
     t, errors = _located(control, target)
     if t is None: return Alignment(changed=_changed(control, target))
     large = max(1, math.sqrt(math.prod(target.size)) / 1024) # then pixels are smaller
     most = np.array(_ERRORS) * [large, large, 1, 1, 1]
-    if max(errors[np.isfinite(errors)] / most[np.isfinite(errors)]) > _SHAKY: errors[:] = np.inf
-    numbers = zip(_alignment(t), errors, most)
-    return Alignment(*(v if e <= limit else None for v, e, limit in numbers), _changed(control, target, t))
+    if max(errors[np.isfinite(errors)] / most[np.isfinite(errors)]) > _SHAKY:
+        errors[:] = np.inf
+    known = Alignment(changed=_changed(control, target, t))
+    for name, value, error, limit in zip(Alignment._fields, _alignment(t), errors, most):
+        if error <= limit:
+            known = known._replace(**{name: value}) # type: ignore[arg-type] # the five are floats
+    return known
 
 # %% ../../nbs/data/04b_alignment.ipynb #9b1d0002
-def grid_difference(target, control) -> float: # of two sizes; 0.014: the control's grid is 1.4 % wider
-    "How much the proportions of two token grids differ."
+def grid_difference(target:Sequence[int], control:Sequence[int]) -> float: # of two sizes
+    "How much the proportions of two token grids differ; 0.014: the control's grid is 1.4 % wider."
     return control[0] * target[1] / (control[1] * target[0]) - 1
 
 SAME_GRID = 0.005 # proportions that differ less are not reported
 
-def agreeing_size(g:Geometry, reach:int=8): # (width, height), or None within `reach` tokens
-    "With `crop`: the nearest `image_size` of this shape whose control has a grid of the same proportions."
-    w, h, near = *g.image_size, range(-16 * reach, 16 * reach + 1, 16)
+def agreeing_size(
+    g:Geometry, # with `crop`
+    reach:int=8, # tokens by which a side may become longer or shorter
+) -> tuple[int, int]|None: # (width, height)
+    "The nearest `image_size` of this shape whose control has a grid of the same proportions."
+    w, h = g.image_size
+    near = range(-16 * reach, 16 * reach + 1, 16)
     sizes = [(w + x, h + y) for x in near for y in near if min(w + x, h + y) >= 16]
     alike = [s for s in sizes if abs(grid_difference((w, h), s)) < 0.02]
     same = [s for s in alike if not grid_difference(s, replace(g, image_size=s).control(s))]
-    far = lambda s: abs(math.log(s[0] / w)) + abs(math.log(s[1] / h))
+    def far(s): return abs(math.log(s[0] / w)) + abs(math.log(s[1] / h))
     return min(same, key=far, default=None)
 
 # %% ../../nbs/data/04b_alignment.ipynb #9b1d0004
-def grid_remedies(g:Geometry, target, control) -> list: # settings as text; of two images' sizes
+def grid_remedies(
+    g:Geometry,
+    target:Sequence[int], control:Sequence[int], # (width, height) of two images
+) -> list[str]: # settings as text
     "Settings with which the grids of a target and its control have the same proportions."
-    agree = lambda other: abs(grid_difference(other.target(target), other.control(control))) < SAME_GRID
-    area, given = math.prod(g.image_size), {}
-    if g.crop and (size := agreeing_size(g)): given[f"`data.image_size` {list(size)}"] = dict(image_size=size)
+    area = math.prod(g.image_size)
+    given: dict[str, dict] = {}
+    size = agreeing_size(g) if g.crop else None
+    if size:
+        given[f"`data.image_size` {list(size)}"] = dict(image_size=size)
     given[f"`data.control_area` {area}"] = dict(control_area=area)
     given["`data.match_grids` true"] = dict(match_grids=True)
-    return [text for text, change in given.items() if agree(replace(g, **change))]
+    out = []
+    for text, change in given.items():
+        other = replace(g, **change)
+        if abs(grid_difference(other.target(target), other.control(control))) < SAME_GRID:
+            out.append(text)
+    return out
 
-def grid_warning(g:Geometry, target, control) -> str: # of two images' sizes; "" if the grids agree
+def grid_warning(
+    g:Geometry,
+    target:Sequence[int], control:Sequence[int], # (width, height) of two images
+) -> str: # "" if the grids agree
     "How the token grids of a target and its control differ in training, and what makes them agree."
     t, c = g.target(target), g.control(control)
-    if abs(off := grid_difference(t, c)) < SAME_GRID: return ""
-    (tw, th), (cw, ch) = ([side // 16 for side in size] for size in (t, c))
+    off = grid_difference(t, c)
+    if abs(off) < SAME_GRID: return ""
+    tw, th = t[0] // 16, t[1] // 16
+    cw, ch = c[0] // 16, c[1] // 16
     remedies = " or ".join(grid_remedies(g, target, control))
     remedy = f"with {remedies} they agree" if remedies else "crop both images to one shape"
     return (f"the control has {cw} x {ch} tokens beside a target of {tw} x {th}: {100 * abs(off):.1f} % "

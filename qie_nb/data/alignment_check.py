@@ -9,12 +9,13 @@ __all__ = ['SHIFTED', 'ZOOMED', 'TURNED', 'NO_CAPTION', 'MISALIGNED', 'pair_alig
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #8a55f318
 import io, math, os, re
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from fastcore.basics import patch
 from PIL import Image
 
 from ..core.display import counted_reasons, table_html, Progress
@@ -28,26 +29,32 @@ from ..core.files import few
 # %% ../../nbs/data/04c_alignment_check.ipynb #09668d85
 _KIND = "alignment 2" # a new number for new results of the same images
 
-def _kept(target, control, known_only): # `Alignment`, or None
-    compute = None if known_only else lambda: list(measure_alignment(open_image(control), open_image(target)))
-    found = kept(_KIND, f"{source_digest(control)} {source_digest(target)}", compute)
-    return found and Alignment(*found)
+def _kept(target:Any, control:Any, known_only:bool) -> Alignment|None: # images, as for `read_bytes`
+    "The alignment of two images, measured unless it is known; None if it is not."
+    def measure() -> list:
+        return list(measure_alignment(open_image(control), open_image(target)))
+    digests = f"{source_digest(control)} {source_digest(target)}"
+    found = kept(_KIND, digests, None if known_only else measure)
+    return Alignment(*found) if found else None
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #5cfa8d6f
 def pair_alignment(
-    sample, # `Sample` with a control
+    sample:"Sample", # with a control
     known_only:bool=False, # measure nothing
-) -> tuple: # (`Alignment`, position of the control), or None if not known
+) -> tuple[Alignment, int]|None: # (alignment, position of the control); None if not known
     "Where the target has the content of its control. Raises ValueError for an unreadable image."
     found = []
     for n, control in enumerate(sample.controls):
-        if (a := _kept(sample.target, control, known_only)) is None: return None
+        a = _kept(sample.target, control, known_only)
+        if a is None: return None
         found.append((a, n))
         if a.known: return found[-1]
     return found[0] if found else None
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #2ad9ea6c
-SHIFTED, ZOOMED, TURNED = 2., 0.005, 0.3 # pixels of the target, share, degrees
+SHIFTED = 2. # pixels of the target
+ZOOMED = 0.005 # share of its side
+TURNED = 0.3 # degrees
 
 @dataclass(frozen=True)
 class CheckedPair:
@@ -58,34 +65,62 @@ class CheckedPair:
     size: tuple = (1, 1) # of the target, (width, height)
 
     @property
-    def shift(self): return None if None in self.alignment[:2] else math.hypot(*self.alignment[:2])
+    def shift(self) -> float|None:
+        "By how many pixels the target is shifted; None if not known."
+        a = self.alignment
+        return None if a.dx is None or a.dy is None else math.hypot(a.dx, a.dy)
+
     @property
-    def zoom(self): # the larger one of both directions
-        known = [s - 1 for s in self.alignment[2:4] if s is not None]
+    def zoom(self) -> float|None:
+        "How much larger the target's content is (0.01: by 1 %), the larger one of both directions."
+        known = [s - 1 for s in (self.alignment.sx, self.alignment.sy) if s is not None]
         return max(known, key=abs, default=None)
+
     @property
-    def turn(self): return self.alignment.rotation
+    def turn(self) -> float|None:
+        "By how many degrees the target is turned; None if not known."
+        return self.alignment.rotation
+
     @property
-    def told(self) -> bool: return self.alignment.known or bool(self.misfits)
+    def told(self) -> bool:
+        "Do the images tell whether they fit?"
+        return self.alignment.known or bool(self.misfits)
+
     @property
-    def moved(self) -> float: # largest displacement of a corner, pixels
+    def moved(self) -> float:
+        "The largest displacement of a corner, pixels."
         return displacement(self.alignment, self.size) if self.alignment.known else self.shift or 0.
 
-# %% ../../nbs/data/04c_alignment_check.ipynb #2ad9ea01
-@patch(as_prop=True)
-def misfits(self:CheckedPair) -> list: # of shifted, zoomed, turned
-    side = min(self.size) if min(self.size) > 1 else math.inf
-    # a zoom or a turn by half a pixel at the edge
-    limits = SHIFTED, max(ZOOMED, 1 / side), max(TURNED, math.degrees(1 / side))
-    found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), limits)
-    return [name for name, v, limit in found if v is not None and abs(v) >= limit]
+    @property
+    def misfits(self) -> list[str]:
+        "Which limits the pair exceeds: shifted, zoomed, turned."
+        side = min(self.size) if min(self.size) > 1 else math.inf
+        # a zoom or a turn by half a pixel at the edge
+        limits = SHIFTED, max(ZOOMED, 1 / side), max(TURNED, math.degrees(1 / side))
+        found = zip(("shifted", "zoomed", "turned"), (self.shift, self.zoom, self.turn), limits)
+        return [name for name, v, limit in found if v is not None and abs(v) >= limit]
+
+    def data(self) -> dict:
+        "The id and the numbers, rounded to less than their errors."
+        out: dict[str, Any] = dict(id=self.id)
+        for name, digits in _DIGITS.items():
+            value = getattr(self.alignment, name)
+            out[name] = None if value is None else round(value, digits)
+        return out
+
+    def __str__(self) -> str:
+        found = self.alignment
+        parts = []
+        if "shifted" in self.misfits:
+            parts.append(f"{_signed(found.dx or 0)} px right, {_signed(found.dy or 0)} px down")
+        if "zoomed" in self.misfits:
+            parts.append(f"zoom {_percent(found.sx)} x {_percent(found.sy)}")
+        if "turned" in self.misfits:
+            parts.append(f"turned by {_signed(found.rotation or 0)} degrees")
+        return ", ".join(parts)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #2ad9ea02
-@patch
-def data(self:CheckedPair) -> dict: # rounded to less than the errors
-    digits = dict(dx=3, dy=3, sx=5, sy=5, rotation=3, changed=4)
-    return dict(id=self.id) | {k: None if (v := getattr(self.alignment, k)) is None else round(v, n)
-                               for k, n in digits.items()}
+_DIGITS = dict(dx=3, dy=3, sx=5, sy=5, rotation=3, changed=4) # after the point
 
 def _signed(value:float) -> str:
     "To a tenth, and never -0.0."
@@ -95,99 +130,111 @@ def _percent(factor:float|None) -> str:
     "How much larger a side is."
     return "?" if factor is None else f"{_signed(100 * (factor - 1))}%"
 
-@patch
-def __str__(self:CheckedPair):
-    found = self.alignment
-    parts = []
-    if "shifted" in self.misfits:
-        parts.append(f"{_signed(found.dx)} px right, {_signed(found.dy)} px down")
-    if "zoomed" in self.misfits:
-        parts.append(f"zoom {_percent(found.sx)} x {_percent(found.sy)}")
-    if "turned" in self.misfits:
-        parts.append(f"turned by {_signed(found.rotation)} degrees")
-    return ", ".join(parts)
-
 # %% ../../nbs/data/04c_alignment_check.ipynb #3646927c
-def _counts(pairs) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"
-    of = {name: [p for p in pairs if name in p.misfits] for name in ("shifted", "zoomed", "turned")}
-    about = 100 * float(np.median([abs(p.zoom) for p in of["zoomed"]])) if of["zoomed"] else 0
+def _counts(pairs:list[CheckedPair]) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"
+    "How many pairs exceed each limit, or an empty string."
+    zooms = [abs(p.zoom) for p in pairs if "zoomed" in p.misfits and p.zoom is not None]
+    about = 100 * float(np.median(zooms)) if zooms else 0
     how = dict(shifted=f"by more than {SHIFTED:g} px", zoomed=f"by about {about:.1f} %",
                turned=f"by more than {TURNED:g} degrees")
-    parts = [[len(found), f"{name} {how[name]}"] for name, found in of.items() if found]
-    if not parts: return ""
-    verb = lambda n: "is" if n == 1 else "are"
-    (n, first), *rest = parts
-    head = f"{n} of {len(pairs)} pairs {verb(n)} {first}"
-    return ", ".join([head, *(f"{n} {verb(n)} {text}" for n, text in rest)])
+    parts: list[str] = []
+    for name, text in how.items():
+        n = sum(name in p.misfits for p in pairs)
+        if not n: continue
+        verb = "is" if n == 1 else "are"
+        count = f"{n}" if parts else f"{n} of {len(pairs)} pairs"
+        parts.append(f"{count} {verb} {name} {text}")
+    return ", ".join(parts)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #1167e048
 class AlignmentReport:
     "The checked pairs of a data set; `data()` gives plain numbers."
-    def __init__(self, pairs,
+    def __init__(self,
+        pairs:Iterable[CheckedPair],
         alone:int=0, # samples without a control
-        where="FOLDER",
+        where:str|os.PathLike="FOLDER", # what was checked, for the command that aligns it
         marks:dict|None=None, # {sample id: [(mark, reason), ...]} of images and masks with odd values
     ):
-        self.pairs, self.alone, self.where = list(pairs), alone, where
+        self.pairs = list(pairs)
+        self.alone, self.where = alone, where
         self.marks = marks or {}
 
     def data(self) -> dict:
         "Pairs and marks as plain data."
         return dict(pairs=[p.data() for p in self.pairs], marks=self.marks)
-    @property
-    def misfits(self) -> list: # the worst first
-        return sorted((p for p in self.pairs if p.misfits), key=lambda p: -p.moved)
-    @property
-    def untold(self) -> list: return [p for p in self.pairs if not (p.told or p.problem)]
-    @property
-    def broken(self) -> list: return [p for p in self.pairs if p.problem]
 
-    def __repr__(self): return "\n".join(self.lines())
-    def _repr_html_(self):
+    @property
+    def misfits(self) -> list[CheckedPair]:
+        "Pairs that do not fit, the worst first."
+        return sorted((p for p in self.pairs if p.misfits), key=lambda p: -p.moved)
+
+    @property
+    def untold(self) -> list[CheckedPair]:
+        "Pairs whose images do not tell whether they fit."
+        return [p for p in self.pairs if not (p.told or p.problem)]
+
+    @property
+    def broken(self) -> list[CheckedPair]:
+        "Pairs with an image that cannot be read."
+        return [p for p in self.pairs if p.problem]
+
+    def summary(self) -> str:
+        "One sentence: how many pairs fit, do not, cannot be told or read."
+        n = len(self.pairs)
+        if not n: return "no pairs: no sample has a control" if self.alone else "no pairs"
+        fit = n - len(self.misfits) - len(self.untold) - len(self.broken)
+        parts = [_counts(self.pairs) or f"{fit} of {n} pairs fit"]
+        if self.untold:
+            parts.append(f"{len(self.untold)} cannot be told ({_few_of(self.untold)})")
+        if self.broken:
+            parts.append(f"{len(self.broken)} cannot be read ({_few_of(self.broken)})")
+        if self.alone:
+            parts.append(f"{self.alone} without a control")
+        return ", ".join(parts)
+
+    def lines(self, most:int=5) -> list[str]: # misfits that are named
+        "The summary, then indented: the worst pairs, what to do, and odd values."
+        below = [f"{p.id}: {p}" for p in self.misfits[:most]]
+        if len(self.misfits) > most:
+            below.append(f"... and {len(self.misfits) - most} more")
+        return [self.summary(), *(f"  {line}" for line in [*below, *self.remedies(), *self.odd()])]
+
+    def odd(self) -> list[str]: # sentences
+        "Images and masks with odd values."
+        return counted_marks(self.marks, len(self.pairs) + self.alone)
+
+    def remedies(self) -> list[str]: # sentences
+        "Why images cannot be read, and what to do with pairs that do not fit."
+        broken = counted_reasons([(p.id, p.problem) for p in self.broken])
+        if not self.misfits: return broken
+        return [*broken, f"align: qie-nb check {self.where} --align aligned writes corrected copies into a new folder",
+                "drop: remove these pairs, if there are enough others",
+                "keep: if the edit is meant to move or enlarge what the image shows"]
+
+    def __repr__(self) -> str: return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        "The same as tables."
         rows = [(p.id, p) for p in self.misfits[:10]]
         table = table_html(rows, ("pair", "the target against the control")) if rows else ""
         return table_html([(self.summary(),), *((r,) for r in [*self.remedies(), *self.odd()])]) + table
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #1167e001
-@patch
-def summary(self:AlignmentReport) -> str: # one sentence
-    n, few_of = len(self.pairs), lambda pairs: few(p.id for p in pairs)
-    if not n: return "no pairs: no sample has a control" if self.alone else "no pairs"
-    fit = n - len(self.misfits) - len(self.untold) - len(self.broken)
-    parts = [_counts(self.pairs) or f"{fit} of {n} pairs fit"]
-    if self.untold: parts.append(f"{len(self.untold)} cannot be told ({few_of(self.untold)})")
-    if self.broken: parts.append(f"{len(self.broken)} cannot be read ({few_of(self.broken)})")
-    if self.alone: parts.append(f"{self.alone} without a control")
-    return ", ".join(parts)
-
-# %% ../../nbs/data/04c_alignment_check.ipynb #1167e002
-@patch
-def lines(self:AlignmentReport, most:int=5) -> list:
-    worst = [f"{p.id}: {p}" for p in self.misfits[:most]]
-    more = [f"... and {len(self.misfits) - most} more"] * (len(self.misfits) > most)
-    return [self.summary(), *("  " + line for line in worst + more), *map("  {}".format, self.remedies()),
-            *map("  {}".format, self.odd())]
-
-@patch
-def odd(self:AlignmentReport) -> list: # sentences
-    "Images and masks with odd values."
-    return counted_marks(self.marks, len(self.pairs) + self.alone)
-
-@patch
-def remedies(self:AlignmentReport) -> list:
-    broken = counted_reasons([(p.id, p.problem) for p in self.broken])
-    if not self.misfits: return broken
-    return [*broken, f"align: qie-nb check {self.where} --align aligned writes corrected copies into a new folder",
-            "drop: remove these pairs, if there are enough others",
-            "keep: if the edit is meant to move or enlarge what the image shows"]
+def _few_of(pairs:list[CheckedPair]) -> str:
+    "The ids of the first pairs."
+    return few(p.id for p in pairs)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #77db92b0
 NO_CAPTION = "unknown" # the check needs no captions
 
-def samples_to_check(where) -> Samples: # a folder, table, `Samples`, `ImageDataset`, `Config` or its `data`
-    if hasattr(where, "samples"): where = where.samples
+def samples_to_check(
+    where:Any, # a folder, table, `Samples`, `ImageDataset`, `Config` or its `data`
+) -> list["Sample"]: # `Samples`, unless a plain list was given
+    "The samples of what is checked; they need no captions and no controls."
+    if hasattr(where, "samples"):
+        where = where.samples
     if isinstance(where, list) and where and hasattr(where[0], "controls"): return where
-    data = getattr(where, "data", where)
+    data: Any = getattr(where, "data", where)
     if hasattr(data, "trigger_word"):
         free = dict(trigger_word=None, prompt=data.prompt or NO_CAPTION, allow_missing_control=True)
         return config_samples(data.model_copy(update=free))
@@ -208,15 +255,19 @@ def _checked(sample:Sample) -> tuple: # (`CheckedPair` or None without a control
     "Everything that the check finds out about a sample."
     return check_pair(sample) if sample.controls else None, contents_of(sample)
 
-def check_pair(sample, known_only:bool=False) -> CheckedPair: # or None if not known
+def check_pair(sample:"Sample", known_only:bool=False) -> CheckedPair|None: # measure nothing?
+    "What the check finds out about a sample with a control; None if nothing is known of it."
     try:
         found = pair_alignment(sample, known_only)
-        return found and CheckedPair(sample.id, found[0], "", cached_size(sample.target))
-    except (ValueError, OSError) as e: return CheckedPair(sample.id, problem=str(e))
+        if found is None:
+            return None
+        return CheckedPair(sample.id, found[0], "", cached_size(sample.target))
+    except (ValueError, OSError) as e:
+        return CheckedPair(sample.id, problem=str(e))
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #eff48a77
 def check_alignment(
-    where, # folder, table, `Config`, `ImageDataset` or samples
+    where:Any, # folder, table, `Config`, `ImageDataset` or samples
     workers:int|None=None, # threads, default one per core, at most 4
 ) -> AlignmentReport:
     "Measures the alignment of all pairs. Known results are kept by the images' content."
@@ -236,27 +287,38 @@ def check_alignment(
         except BaseException: # Ctrl-C: the running ones finish
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-        finally: progress.close()
-    name = "run.yaml" if hasattr(where, "data") else "FOLDER"
-    if isinstance(where, (str, os.PathLike)): name = where
+        finally:
+            progress.close()
+    name: str|os.PathLike = "run.yaml" if hasattr(where, "data") else "FOLDER"
+    if isinstance(where, (str, os.PathLike)):
+        name = where
     return AlignmentReport(found.values(), sum(not s.controls for s in samples), name, marks)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #f7fe5b05
 MISALIGNED = "does not fit its control"
 
-def alignment_mark(sample, measure:bool=False) -> list: # (mark, reason), at most one
+def alignment_mark(sample:"Sample", measure:bool=False) -> list[tuple[str, str]]: # at most one (mark, reason)
     "For the viewer; only from kept results, unless told to measure."
     pair = check_pair(sample, not measure) if sample.controls else None
     return [(MISALIGNED, f"target against control: {pair}")] if pair and pair.misfits else []
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #3b0a3c36
-def sampled_alignment(samples, most:int=8, megapixels:float=24) -> AlignmentReport:
+def sampled_alignment(
+    samples:"Sequence[Sample]",
+    most:int=8, # pairs
+    megapixels:float=24, # of the targets in all
+) -> AlignmentReport:
     "Checks a few pairs, evenly spread; fewer if their targets are large."
-    pairs, left, found = [s for s in samples if s.controls], megapixels * 1e6, []
-    for k in range(n := min(most, len(pairs))):
+    pairs = [s for s in samples if s.controls]
+    left = megapixels * 1e6
+    n = min(most, len(pairs))
+    found: list[CheckedPair] = []
+    for k in range(n):
         if left <= 0: break
-        found.append(check_pair(pairs[round(k * (len(pairs) - 1) / max(1, n - 1))]))
-        left -= math.prod(found[-1].size)
+        pair = check_pair(pairs[round(k * (len(pairs) - 1) / max(1, n - 1))])
+        if pair is not None:
+            found.append(pair)
+            left -= math.prod(pair.size)
     return AlignmentReport(found)
 
 def sampled_contents(
@@ -283,19 +345,24 @@ def _correction(a:Alignment, size): # t to apply, or None if the pair fits or th
     if None in a[:2]: return None
     a = Alignment(*(same if v is None else v for v, same in zip(a, (0., 0., 1., 1., 0.))))
     if displacement(a, size) < 0.75: return None
-    whole = Alignment(round(a.dx), round(a.dy), 1., 1., 0.)
-    if displacement(a, size, whole) < 0.5: a = whole # no resampling
+    whole = Alignment(round(a.dx or 0), round(a.dy or 0), 1., 1., 0.)
+    if displacement(a, size, whole) < 0.5: # no resampling
+        a = whole
     return None if a[:2] == (0, 0) and a == whole else a.t
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #cd4a9459
 def _common(valid) -> tuple: # (left, top, right, bottom) of a rectangle without False
-    x0, y0, x1, y1 = 0, 0, valid.shape[1], valid.shape[0]
+    x0, y0 = 0, 0
+    y1, x1 = valid.shape
     while x0 < x1 and y0 < y1:
         part = valid[y0:y1, x0:x1]
         missing = [1 - v.mean() for v in (part[:, 0], part[0], part[:, -1], part[-1])]
         side = int(np.argmax(missing))
         if not missing[side]: return x0, y0, x1, y1
-        x0, y0, x1, y1 = x0 + (side == 0), y0 + (side == 1), x1 - (side == 2), y1 - (side == 3)
+        x0 += side == 0
+        y0 += side == 1
+        x1 -= side == 2
+        y1 -= side == 3
     raise ValueError("the images have no area in common; drop this pair")
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #ab992e01
@@ -306,26 +373,29 @@ def _inside(valid): # bicubic pixels at the border would need pixels outside
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #ab992e5e
 def aligned_images(
-    control, target, # as for `open_image`
+    control:Any, target:Any, # as for `open_image`
     alignment:Alignment|None=None, # default measured
-    *more, # images in the target's frame
-) -> tuple: # PIL images control, target and more, or None if they fit or nothing is known
+    *more:Any, # images in the target's frame
+) -> tuple[Image.Image, ...]|None: # control, target and more; None if they fit or nothing is known
     "Both images cropped to their common area, with the target moved to where the control has its content."
-    control, target, *more = (open_image(im) for im in (control, target, *more))
+    control = open_image(control)
+    target = open_image(target)
+    others = [open_image(im) for im in more]
     a = measure_alignment(control, target) if alignment is None else alignment
-    if (t := _correction(a, target.size)) is None: return None
+    t = _correction(a, target.size)
+    if t is None: return None
     moved, valid = resampled(target, t, target.size)
     whole = float(t[0]).is_integer() and t[2:] == (1, 1, 0)
     box = _common(valid if whole else _inside(valid))
-    more = [resampled(im.resize(target.size), t, target.size)[0].crop(box) for im in more]
-    if control.size == target.size: return control.crop(box), moved.crop(box), *more
+    others = [resampled(im.resize(target.size), t, target.size)[0].crop(box) for im in others]
+    if control.size == target.size: return control.crop(box), moved.crop(box), *others
     scale = np.divide(control.size, target.size)
     box_of = (*(box[:2] * scale), *(box[2:] * scale))
     size = tuple(max(1, round(n)) for n in (box_of[2] - box_of[0], box_of[3] - box_of[1]))
-    return control.resize(size, Image.Resampling.BICUBIC, box=box_of), moved.crop(box), *more
+    return control.resize(size, Image.Resampling.BICUBIC, box=box_of), moved.crop(box), *others
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #b63ab470
-def new_folder(out) -> Path:
+def new_folder(out:str|os.PathLike) -> Path:
     "Creates a folder. Raises ValueError if it exists and is not empty."
     out = Path(os.path.expanduser(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -335,10 +405,13 @@ def new_folder(out) -> Path:
     return out
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #1f5c63e8
-def _name(id, taken) -> str: # of a file
+def _name(id:str, taken:set[str]) -> str:
+    "A file's name for a sample that no other has, in any case; it is added to `taken`."
     name = first = re.sub(r"[^\w.-]+", "_", id).strip(".") or "pair"
     n = 1
-    while name.casefold() in taken: name = f"{first}-{(n := n + 1)}"
+    while name.casefold() in taken:
+        n += 1
+        name = f"{first}-{n}"
     taken.add(name.casefold())
     return name
 
@@ -356,30 +429,41 @@ def _save(folder, name, image): # a source is copied as it is, a PIL image is wr
 # %% ../../nbs/data/04c_alignment_check.ipynb #8cc6ab83
 def _write_pair(out, name, sample, captions:bool) -> bool: # aligned?
     found = pair_alignment(sample) if sample.controls else None
-    images, masks = [sample.target, *sample.controls], [sample.mask] * (sample.mask is not None)
-    new = found and aligned_images(sample.controls[found[1]], sample.target, found[0],
-        *(read_mask(m).image for m in masks))
-    if new: images[1 + found[1]], images[0], *masks = new
-    folders = ["training_images", *(f"control_images{f'_{n}' * (n > 1)}" for n in range(1, len(images)))]
-    for folder, image in zip(folders, images): _save(out/folder, name, image)
-    for mask in masks: _save(out/"masks", name, mask)
-    if captions: write_atomic(out/folders[0]/f"{name}.txt", f"{sample.prompt}\n".encode())
+    images = [sample.target, *sample.controls]
+    masks = [] if sample.mask is None else [sample.mask]
+    new = None
+    if found:
+        new = aligned_images(sample.controls[found[1]], sample.target, found[0],
+                             *(read_mask(m).image for m in masks))
+        if new:
+            images[1 + found[1]], images[0], *masks = new
+    folders = ["training_images", "control_images"]
+    folders += [f"control_images_{n}" for n in range(2, len(images))]
+    for folder, image in zip(folders, images):
+        _save(out/folder, name, image)
+    for mask in masks:
+        _save(out/"masks", name, mask)
+    if captions:
+        write_atomic(out/folders[0]/f"{name}.txt", f"{sample.prompt}\n".encode())
     return bool(new)
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #51901d4c
 def align_pairs(
-    where, # as for `check_alignment`
-    out, # new folder, which gets training_images/, control_images/, captions and masks
+    where:Any, # as for `check_alignment`
+    out:str|os.PathLike, # new folder, which gets training_images/, control_images/, captions and masks
     report:AlignmentReport|None=None, # of the same samples, default measured
 ) -> dict: # ids: aligned, copied, untold (copied as well), left_out (unreadable)
     "Writes a copy of a data set in which targets fit their controls."
-    out, samples, taken = new_folder(out), samples_to_check(where), set()
+    out = new_folder(out)
+    samples = samples_to_check(where)
+    taken: set[str] = set() # names of files
     pairs = {p.id: p for p in (report or check_alignment(samples)).pairs}
-    done = dict(aligned=[], copied=[], untold=[], left_out=[])
+    done: dict[str, list[str]] = dict(aligned=[], copied=[], untold=[], left_out=[])
     progress = Progress(len(samples), "write pairs")
     for s in samples:
         pair = pairs.get(s.id, CheckedPair(s.id, Alignment(0, 0, 1, 1, 0)))
-        if pair.problem: done["left_out"].append(s.id)
+        if pair.problem:
+            done["left_out"].append(s.id)
         else:
             kind = "copied" if pair.told else "untold"
             try:
@@ -393,8 +477,15 @@ def align_pairs(
     return done
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #0cfc4534
-def aligned_summary(done, out) -> str: # of the result of `align_pairs`
+def aligned_summary(
+    done:dict[str, list[str]], # what `align_pairs` returned
+    out:str|os.PathLike, # its folder
+) -> str:
+    "How many pairs were aligned, copied or left out, and where the data set is."
     text = f"{len(done['aligned'])} pairs aligned, {len(done['copied'])} copied as they are"
-    if done["untold"]: text += f", {len(done['untold'])} copied that cannot be told ({few(done['untold'])})"
-    if left := done["left_out"]: text += f", {len(left)} left out that cannot be read ({few(left)})"
+    if done["untold"]:
+        text += f", {len(done['untold'])} copied that cannot be told ({few(done['untold'])})"
+    left = done["left_out"]
+    if left:
+        text += f", {len(left)} left out that cannot be read ({few(left)})"
     return f"{text}; the data set is in {str(out)!r}"

@@ -8,6 +8,8 @@ __all__ = ['CACHED', 'pad_prompts', 'is_cached', 'batch_size', 'as_list', 'Bucke
 
 # %% ../../nbs/data/05_batches.ipynb #5c106b78
 import queue, random, threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,69 +22,88 @@ from .samples import load_images
 
 # %% ../../nbs/data/05_batches.ipynb #64ccd0c9
 def pad_prompts(
-    embeds, # list of [L_i, D]
-    masks=None, # list of [L_i] bool; None: all tokens count
-) -> tuple: # ([B, max L, D], [B, max L] bool or None)
+    embeds:Iterable[torch.Tensor], # each [L_i, D]
+    masks:Iterable[torch.Tensor]|None=None, # each [L_i] bool; None: all tokens count
+) -> tuple[torch.Tensor, torch.Tensor|None]: # ([B, max L, D], [B, max L] bool or None)
     "Pad prompt embeddings to one length; the mask is None if nothing is padded."
-    masks = masks or [torch.ones(e.shape[0]) for e in embeds]
-    out, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (list(embeds), list(masks)))
+    embeds = list(embeds)
+    masks = list(masks or [torch.ones(e.shape[0]) for e in embeds])
+    out = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
     return out, (None if mask.all() else mask.bool())
 
 CACHED = ("pixel_latent", "control_latent", "prompt_embed", "prompt_embeds_mask")
 
 # %% ../../nbs/data/05_batches.ipynb #64ccd001
-def is_cached(batch) -> bool:
+def is_cached(batch:Mapping) -> bool:
     "Does the batch hold latents and embeddings?"
     return all(k in batch for k in CACHED)
 
-def batch_size(batch) -> int:
+def batch_size(batch:Mapping) -> int:
+    "The samples of a batch, from its latents, or else from its prompts."
     return len(batch["pixel_latent"] if "pixel_latent" in batch else batch["prompt"])
 
-def as_list(x) -> list: # of one control or several
+def as_list(x:Any) -> list: # one control, or a list or tuple of them
+    "The controls of a sample as a list."
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 # %% ../../nbs/data/05_batches.ipynb #e2627d6c
 class BucketBatchSampler:
     "Batches of indices that share a bucket, a function of (seed, epoch)."
     def __init__(self,
-        dataset, # with `len`, `bucket(i)`, `set_epoch(e)` and perhaps `length(i)`
+        dataset:Any, # with `len`, `bucket(i)`, `set_epoch(e)` and perhaps `length(i)`
         batch_size:int=1, seed:int=0, shuffle:bool=True, # a new order each epoch?
     ):
-        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.dataset = dataset
+        self.batch_size, self.seed = batch_size, seed
         self.shuffle, self.epoch = shuffle, 0
         self.start = 0 # batches of this epoch to skip
         self.rank, self.world = 0, 1 # processes take turns
 
-    def set_epoch(self, epoch:int):
+    def set_epoch(self, epoch:int) -> None:
+        "Begin an epoch, which decides the order and the dropped captions."
         self.epoch = epoch
         self.dataset.set_epoch(epoch)
 
-    def batches(self) -> list:
+    def batches(self) -> list[list[int]]:
+        "All batches of this epoch: lists of samples, each of one bucket."
         rng = random.Random(stable_seed(self.seed, self.epoch, "order"))
-        order, buckets = list(range(len(self.dataset))), {}
-        if self.shuffle: rng.shuffle(order)
-        for i in order: buckets.setdefault(self.dataset.bucket(i), []).append(i)
-        if self.batch_size > 1 and (length := getattr(self.dataset, "length", None)):
-            for b in buckets.values(): b.sort(key=length)
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            rng.shuffle(order)
+        buckets: dict[Any, list[int]] = {}
+        for i in order:
+            buckets.setdefault(self.dataset.bucket(i), []).append(i)
+        length = getattr(self.dataset, "length", None)
+        if self.batch_size > 1 and length:
+            for b in buckets.values():
+                b.sort(key=length)
         out = [b[k:k + self.batch_size] for b in buckets.values() for k in range(0, len(b), self.batch_size)]
-        if self.shuffle: rng.shuffle(out)
+        if self.shuffle:
+            rng.shuffle(out)
         return out
 
-    def rounds(self) -> list: # from `start` on, of up to `world` batches: one for each process
+    def rounds(self) -> list[list[list[int]]]:
+        "The batches from `start` on, in rounds of up to `world`: one for each process."
         left = self.batches()[self.start:]
         return [left[k:k + self.world] for k in range(0, len(left), self.world)]
     def __iter__(self): # without a batch in the last round: one sample, which does not count
         return iter([(r[self.rank:self.rank + 1] or [r[0][:1]])[0] for r in self.rounds()])
-    def sizes(self) -> list: # samples of each round's batches
-        return [[len(b) for b in r] for r in self.rounds()]
+    def sizes(self) -> list[list[int]]:
+        "How many samples the batches of each round have."
+        return [list(map(len, batches)) for batches in self.rounds()]
     def __len__(self): return len(self.batches()) # of all processes
 
 # %% ../../nbs/data/05_batches.ipynb #2181258f
-def as_seen(control, geometry:Geometry|None=None) -> np.ndarray: # uint8 [H, W, 3]
-    "A control (PIL image or array) at its own size, or at the VAE's if that is smaller."
+def as_seen(
+    control:"Image.Image|np.ndarray",
+    geometry:Geometry|None=None, # sizes in training; None: its own
+) -> np.ndarray: # uint8 [H, W, 3]
+    "A control at its own size, or at the VAE's if that is smaller."
     if geometry is None or isinstance(control, np.ndarray): return np.asarray(control)
     w, h = geometry.control(control.size)
-    if control.width * control.height > w * h: control = control.resize((w, h), Image.Resampling.LANCZOS)
+    if control.width * control.height > w * h:
+        control = control.resize((w, h), Image.Resampling.LANCZOS)
     return np.asarray(control)
 
 # %% ../../nbs/data/05_batches.ipynb #21812501
@@ -94,25 +115,36 @@ class Batch(dict):
 
     def get_images_for_tensorboard(self, max_images:int=8) -> dict:
         "`training_images`, `control_images`: lists of uint8 [H, W, 3]; `source`: batch or disk; `problems`."
-        out = dict(training_images=[], control_images=[], source="batch" if self.get("image") else "disk",
-                   problems=[])
+        out: dict[str, Any] = dict(training_images=[], control_images=[], problems=[],
+                                   source="batch" if self.get("image") else "disk")
         for n in range(min(max_images, len(self.get("sample") or self.get("image") or ()))):
-            if not self.has_images(n): out["source"] = "disk"
-            try: image, controls = self.images_of(n)
-            except (OSError, ValueError) as e: out["problems"].append(str(e)); continue
+            if not self.has_images(n):
+                out["source"] = "disk"
+            try:
+                image, controls = self.images_of(n)
+            except (OSError, ValueError) as e:
+                out["problems"].append(str(e))
+                continue
             out["training_images"].append(image)
             out["control_images"] += controls
         return out
 
-    def has_images(self, n:int) -> bool: return bool(self.get("image")) and self["image"][n] is not None
-    def images_of(self, n:int) -> tuple: # (target, controls), uint8 [H, W, 3]
-        if self.has_images(n): image, controls = self["image"][n], self["control"][n]
-        else: image, controls = load_images(self["sample"][n], self.geometry).values()
+
+    def has_images(self, n:int) -> bool:
+        "Does the batch hold the images of its sample `n`, or only its latents?"
+        return bool(self.get("image")) and self["image"][n] is not None
+
+    def images_of(self, n:int) -> tuple[np.ndarray, list[np.ndarray]]: # (target, controls), uint8 [H, W, 3]
+        "The images of sample `n`, from the batch or from their files. Raises ValueError if they changed."
+        if self.has_images(n):
+            image, controls = self["image"][n], self["control"][n]
+        else:
+            image, controls = load_images(self["sample"][n], self.geometry).values()
         return np.asarray(image), [as_seen(c, self.geometry) for c in as_list(controls)]
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb800
-def stack_masks(samples:list) -> torch.Tensor: # [B, 1, h, w] float32, weights in 0..1; or None
-    "The samples' loss masks (uint8 [h, w])."
+def stack_masks(samples:list) -> torch.Tensor|None: # [B, 1, h, w] float32, weights in 0..1
+    "The samples' loss masks (uint8 [h, w]); None if no sample has one."
     masks = [s.get("mask") for s in samples]
     known = next((m for m in masks if m is not None), None)
     if known is None: return None
@@ -125,10 +157,15 @@ def collate(
     geometry:Geometry|None=None, config:DataSection|None=None, # of the data set
 ) -> Batch:
     "Stack samples: latents and a list of embeddings if all are cached, else lists of images."
-    out = {k: [s[k] for s in samples] for k in ("sample_id", "prompt", "dropped", "sample", "index")}
+    out: dict[str, Any] = {}
+    for name in ("sample_id", "prompt", "dropped", "sample", "index"):
+        out[name] = [s[name] for s in samples]
     cached = all(s["cached"] for s in samples)
-    images = lambda: {k: [s.get(k) for s in samples] for k in ("image", "control")}
-    out |= stack_tensors(samples) if cached else images()
+    if cached:
+        out |= stack_tensors(samples)
+    else:
+        for name in ("image", "control"):
+            out[name] = [s.get(name) for s in samples]
     return Batch(out, geometry, config, mask=stack_masks(samples), cached=cached)
 
 # %% ../../nbs/data/05_batches.ipynb #c46bb802
@@ -139,31 +176,42 @@ def controls_of(tensors:dict) -> list:
 
 def stack_tensors(samples:list) -> dict:
     "Latents [B, C, 1, h, w] and a list of B unpadded embeddings [L_i, D]."
-    out = dict(pixel_latent=torch.stack([s["pixel_latent"] for s in samples]))
-    stacked = [torch.stack(c) for c in zip(*(as_list(s["control_latent"]) for s in samples))]
+    out: dict[str, Any] = dict(pixel_latent=torch.stack([s["pixel_latent"] for s in samples]))
+    controls = [as_list(s["control_latent"]) for s in samples]
+    stacked = [torch.stack(c) for c in zip(*controls)]
     out["control_latent"] = stacked[0] if len(stacked) == 1 else stacked
     return out | dict(prompt_embed=[s["prompt_embed"] for s in samples], prompt_embeds_mask=None)
 
 # %% ../../nbs/data/05_batches.ipynb #2b1bff0e
-def prefetch(batches, n:int=2): # yields the same
+def prefetch(
+    batches:Iterable[Any],
+    n:int=2, # that wait at most
+) -> Iterator[Any]: # the same batches
     "Load `n` batches in advance in a thread; its errors are raised here."
-    got, over = queue.Queue(n), threading.Event()
+    got: queue.Queue = queue.Queue(n) # (batch, error)
+    over = threading.Event()
     def put(item):
         while not over.is_set():
-            try: return got.put(item, timeout=0.1)
-            except queue.Full: pass
+            try:
+                return got.put(item, timeout=0.1)
+            except queue.Full:
+                pass
     def fetch():
         try:
             for b in batches:
                 put((b, None))
                 if over.is_set(): return
             put((None, StopIteration()))
-        except BaseException as e: put((None, e))
-    (thread := threading.Thread(target=fetch, daemon=True)).start()
+        except BaseException as e:
+            put((None, e))
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
     try:
-        while not isinstance((item := got.get())[1], StopIteration):
-            if item[1] is not None: raise item[1]
-            yield item[0]
+        while True:
+            batch, error = got.get()
+            if isinstance(error, StopIteration): break
+            if error is not None: raise error
+            yield batch
     finally:
         over.set()
         thread.join()

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,6 +28,7 @@ from qie_nb.data.pair_checks import (
     content_marks, counted_marks, image_name, marks_of_sizes, mask_marks,
     open_with_content)
 from .samples import HeldKeys, image_digests, key_parts, kind_of, packed_keys, split_hex
+from .prompts import Sample
 from .samples import Samples, cached_size, config_samples, find_samples, load_images
 from .samples import load_mask, open_unchanged, usable
 
@@ -45,13 +47,15 @@ def dataset_settings(config:Config|DataSection|dict) -> DatasetSettings:
         data = dict(config)
         cache = {}
         for name in ("cache_dir", "use_cache", "remote_copy_gb", "encoder_id", "identity"):
-            if name in data: cache[name] = data.pop(name)
-        if "cache_dir" not in cache: cache["use_cache"] = False
+            if name in data:
+                cache[name] = data.pop(name)
+        if "cache_dir" not in cache:
+            cache["use_cache"] = False
         config = dict(train=dict(seed=data.pop("seed", 0)), cache=cache, data=data)
     c = make_config(config)
     used = c.cache.use_cache and c.cache.cache_dir
-    cache = (used, c.cache.remote_copy_gb) if used else ()
-    return DatasetSettings(c.data, cache, c.train.seed, c.cache.encoder_id)
+    opened = (used, c.cache.remote_copy_gb) if used else ()
+    return DatasetSettings(c.data, opened, c.train.seed, c.cache.encoder_id)
 
 # %% ../../nbs/data/06_dataset.ipynb #5af799ef
 class Looked(NamedTuple):
@@ -86,34 +90,47 @@ class ImageDataset(Dataset):
         strict:bool=False, # is an unreadable image an error? Its sample is skipped otherwise
     ):
         self.strict = strict
-        if isinstance(config, (str, Path)): config = dict(dataset_path=str(config))
+        if isinstance(config, (str, Path)):
+            config = dict(dataset_path=str(config))
         path = config.get("dataset_path") if isinstance(config, dict) else None
-        if hasattr(path, "column_names"): # a `datasets.Dataset`
-            names = {k: config.get(k) for k in ("columns", "prompt", "trigger_word", "allow_missing_control")}
-            samples = find_samples(path, **names)
+        if isinstance(config, dict) and hasattr(path, "column_names"): # a `datasets.Dataset`
+            names = ("columns", "prompt", "trigger_word", "allow_missing_control")
+            asked: dict[str, Any] = {name: config.get(name) for name in names}
+            samples = find_samples(path, **asked)
             config = config | dict(dataset_path=None)
         settings = dataset_settings(config)
         self.config = settings.data
         self.seed = settings.seed # of caption dropout
         self.cache_identity = settings.encoder_id # which encoders' entries to take; None: the only ones
+        self.samples: list[Sample]
         with collector_paused():
             self.found = config_samples(self.config) if samples is None else samples
             self.samples, self.sizes, self.skipped = usable(self.found, strict)
         self.cache = EmbeddingCacheManager(*settings.cache) if settings.cache else None
         self.cached_only = False # is a sample that is not in the cache an error?
         self.epoch = 0
-        self.areas = {} # the model's image areas
-        self._masks = {} # {(sample id, size of the target): weights}
+        self.areas: dict[str, int] = {} # the model's image areas
+        self._masks: dict[tuple, np.ndarray] = {} # {(sample id, size of the target): weights}
         self.refresh()
         if isinstance(self.found, Samples) and self.skipped:
             print_first(self.skipped_text())
-        if samples is None: self.found.print_notes()
+        if samples is None and isinstance(self.found, Samples):
+            self.found.print_notes()
 
     def __len__(self) -> int:
         return len(self.samples)
 
+    @property
+    def _store(self) -> EmbeddingCacheManager:
+        "The cache, where there must be one. Raises ValueError if none is set."
+        if self.cache is None:
+            raise ValueError("no cache is set; set `cache_dir` to a folder")
+        return self.cache
+
     def __getitem__(self, i:int) -> dict:
-        tensors, s, drop = self._cached(i), self.samples[i], self.dropped(i)
+        tensors = self._cached(i)
+        s = self.samples[i]
+        drop = self.dropped(i)
         out = dict(cached=tensors is not None, sample_id=s.id, prompt="" if drop else s.prompt, dropped=drop,
                    sample=s, index=int(i))
         if s.mask is not None: out["mask"] = self.mask(i)
@@ -138,14 +155,15 @@ class ImageDataset(Dataset):
     def refresh(self, identity:dict|None=None):
         "Take the encoders' identity (default: the cache's) and compute the sizes; call it after filling it."
         self.identity, self.ambiguous_identity = identity, None
-        self._keys = {} # {sample: `HeldKeys`}
-        self._whole = set() # samples known to be complete in the cache
+        self._keys: dict[int, HeldKeys] = {} # by sample
+        self._whole: set[int] = set() # samples known to be complete in the cache
         if identity is None and self.cache:
             try:
                 self.identity = self.cache.identity(self.cache_identity)
             except ValueError as e: # raised when entries are looked up
                 self.ambiguous_identity = e
-        c, who = self.config, self.areas or self.identity or {}
+        c = self.config
+        who = self.areas or self.identity or {}
         control_area = c.control_area or who.get("control_area") or 1024*1024
         vl_area = c.vl_area or who.get("vl_area")
         self.geometry = Geometry(tuple(c.image_size), c.crop, control_area, vl_area, c.match_grids)
@@ -159,7 +177,7 @@ class ImageDataset(Dataset):
         "Take the identity from the cache, which must name one model of this `variant` and `dtype`."
         self.refresh()
         if self.ambiguous_identity:
-            fitting = [v for v in self.cache.identities().values() if mine.items() <= v.items()]
+            fitting = [v for v in self._store.identities().values() if mine.items() <= v.items()]
             if len(fitting) != 1: raise self.ambiguous_identity
             self.refresh(fitting[0])
         who = self.identity or {}
@@ -167,7 +185,8 @@ class ImageDataset(Dataset):
             if who.get(what, value) != value and not self.cache_identity:
                 raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
                                  f"has {value}; precompute for it, or set `cache.encoder_id` if you want this")
-        if who: print_first(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
+        if who:
+            print_first(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 
     def bucket(self, i:int) -> tuple: # ((w, h) of the target, (w, h) of each control)
         "Sizes that all samples of a batch must share."
@@ -188,24 +207,26 @@ class ImageDataset(Dataset):
 
     def keys(self, i:int) -> dict: # {name: `CacheEntry`}; control_latent.0, .1, ...
         "The cache entries that sample `i` may need."
-        sample, held = self.samples[i], self._keys.get(i)
+        sample = self.samples[i]
+        held = self._keys.get(i)
         try:
             digests = image_digests(sample)
         except ValueError: # the file is gone
             if held is None: raise
             digests = held.images
         is_new = held is None or held.images != digests
-        if is_new: self.sizes[i] = tuple(cached_size(p) for p in (sample.target, *sample.controls))
-        parts = key_parts(sample.prompt, split_hex(digests, 32), self.sizes[i], self.geometry, self.identity,
-                          self.wants_edit_mask(i))
         if is_new:
+            self.sizes[i] = tuple(cached_size(p) for p in (sample.target, *sample.controls))
+        parts = key_parts(sample.prompt, split_hex(digests, 32), self.sizes[i], self.geometry, self.identity or {},
+                          self.wants_edit_mask(i))
+        if held is None or is_new:
             self._whole.discard(i)
             held = self._keys[i] = HeldKeys(digests, packed_keys(parts))
         pairs = zip(parts.items(), split_hex(held.keys, 20))
         return {name: CacheEntry(kind_of(name), key, own) for (name, own), key in pairs}
 
-    def digests(self, i:int) -> tuple: # of the target and of each control; None before `keys(i)`
-        "Digests of sample `i`'s images, as its keys have them."
+    def digests(self, i:int) -> tuple[str, ...]|None: # of the target and of each control
+        "Digests of sample `i`'s images, as its keys have them; None before `keys(i)`."
         return tuple(split_hex(self._keys[i].images, 32)) if i in self._keys else None
 
     def wants_edit_mask(self, i:int) -> bool:
@@ -231,7 +252,8 @@ class ImageDataset(Dataset):
         out = [name for name, entry in needed.items() if not has(entry.id)]
         if not has(keys[PREFIX].id):
             prompts = [name for name in needed if name.endswith("prompt_embed") and name not in out]
-            if any(self.cache.prefix_of(*keys[name].id) for name in prompts): out.append(PREFIX)
+            if any(self._store.prefix_of(*keys[name].id) for name in prompts):
+                out.append(PREFIX)
         return out
 
     def _has(self, entry):
@@ -266,10 +288,11 @@ class ImageDataset(Dataset):
 
     def mask(self, i:int): # uint8 array [h / 8, w / 8], or None
         "Weights of its loss: 255 is full weight, 0 is `train.mask_min_weight`; an edit mask only if cached."
-        s, size = self.samples[i], self.geometry.target(self.sizes[i][0])
+        s = self.samples[i]
+        size = self.geometry.target(self.sizes[i][0])
         if s.mask is None:
             found = self.identity and self.cache and self.wants_edit_mask(i)
-            cached = self.cache.load_cache(*self.keys(i)[EDIT_MASK].id) if found else None
+            cached = self._store.load_cache(*self.keys(i)[EDIT_MASK].id) if found else None
             return None if cached is None else cached.numpy()
         if (s.id, size) not in self._masks:
             self._masks[s.id, size] = load_mask(s.mask, size, self.geometry.aspect)
@@ -342,12 +365,14 @@ class ImageDataset(Dataset):
             missing = self.missing(i)
             entries = {} if self.identity is None else self.keys(i)
             for name, entry in entries.items():
-                layer = self.cache.find(*entry.id)
+                layer = self._store.find(*entry.id)
                 if entry.id in seen or (not layer and name not in missing): continue
                 seen.add(entry.id)
-                why = verify_entry(layer, *entry.id, reread) if layer else "is missing"
-                if why: out.append(self._problem(sample, name, entry.id, layer, why))
-            if bar: bar.update()
+                why = verify_entry(layer, entry.kind, entry.key, reread) if layer else "is missing"
+                if why:
+                    out.append(self._problem(sample, name, entry.id, layer, why))
+            if bar:
+                bar.update()
         return out
 
     def _problem(self, sample, name, entry, layer, why):
@@ -367,17 +392,18 @@ class ImageDataset(Dataset):
         for problem in found:
             place = f" ({problem.place})" if problem.place else ""
             each.append(f"{problem.name} of sample {problem.sample!r} {problem.why}{place}")
-        layers = ", ".join(str(layer) for layer in self.cache.layers)
+        layers = ", ".join(str(layer) for layer in self._store.layers)
         return (f"{len(found)} entries of cache {layers} cannot be used and "
                 f"cannot be computed here; precompute on a machine with the encoders: {'; '.join(each)}")
 
     def incomplete(self,
-        bar=None, # with `update()` for each sample; default: a `Progress` after two seconds
+        bar:Any=None, # with `update()` for each sample; default: a `Progress` after two seconds
     ) -> dict: # {sample: `missing(i)`, or None if an image cannot be read}
         "The incomplete samples."
         if self.cache is None or self.identity is None: return {i: ["everything"] for i in range(len(self))}
-        there = {}
-        for _, kind, key, size in self.cache.entries(): there.setdefault(kind, {})[key] = size
+        there: dict[str, dict[str, int]] = {}
+        for _, kind, key, size in self.cache.entries():
+            there.setdefault(kind, {})[key] = size
         return {found.sample: found.missing for found in self._scan(there, bar) if found.missing != []}
 
     def _scan(self, there, bar=None):
@@ -402,15 +428,15 @@ class ImageDataset(Dataset):
             return Looked(i, set(), None, str(e))
 
     def status(self,
-        bar=None, # as for `incomplete`
+        bar:Any=None, # as for `incomplete`
     ) -> dict:
         "Samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad, why (unknown)."
-        kinds = [*ALL_KINDS, EDIT_MASK] if self.config.edit_mask == "auto" else ALL_KINDS
-        kinds = {kind: dict(needed=0, present=0, missing=0, bytes=0) for kind in kinds}
-        out = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
+        names = [*ALL_KINDS, EDIT_MASK] if self.config.edit_mask == "auto" else ALL_KINDS
+        kinds = {kind: dict(needed=0, present=0, missing=0, bytes=0) for kind in names}
+        out: dict[str, Any] = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
                    aside=[], skipped=list(self.skipped), unreadable=[], why="")
         if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")
-        there = {}
+        there: dict[str, dict[str, int]] = {}
         stats = self.cache.get_cache_stats(self._listed(there))
         out |= {name: stats[name] for name in ("layers", "models", "quarantined")}
         out |= dict(bad=list(self.cache.quarantined), aside=self.cache.aside())
@@ -419,7 +445,8 @@ class ImageDataset(Dataset):
             return out
         empty = "the cache is empty, so no entry can be looked up; run precompute to fill it"
         out["why"] = str(self.ambiguous_identity or empty)
-        for kind in kinds: kinds[kind] |= dict(present=stats[kind]["count"], bytes=stats[kind]["bytes"])
+        for kind in kinds:
+            kinds[kind] |= dict(present=stats[kind]["count"], bytes=stats[kind]["bytes"])
         return out
 
     def _listed(self, there):

@@ -27,7 +27,7 @@ def _numbered(
     after:Iterable, # stems of targets
 ) -> dict: # {target's stem: its numbered controls' stems}
     "Controls that carry a number, in its order."
-    found = {}
+    found: dict[str, list[tuple[int, str, str]]] = {}
     for name in names:
         m = re.fullmatch(r"(.+?)_(?:control_)?(\d\d?|0\d{1,3})", name)
         if m and m[1] in after and name not in after:
@@ -215,7 +215,7 @@ def _left_over(
     masks:Iterable,
 ) -> list: # of (path, reason)
     "Files without a target."
-    used = set()
+    used: set[str] = set()
     for r in rows:
         used.update(str(p) for p in (*r.controls, r.mask, r.prompt_from) if isinstance(p, Path))
     return [*_unused("a mask without a target", masks, used),
@@ -247,7 +247,7 @@ def _inside(path:Path, folders:Iterable) -> bool:
 
 def _by_name(ignored:list, root:Path) -> list: # (printable name, reason)
     "Unused files, each once."
-    reasons = {}
+    reasons: dict[str, str] = {}
     for p, why in ignored:
         reasons.setdefault(printable(os.path.relpath(p, root)), str(why))
     return sorted(reasons.items())
@@ -294,7 +294,7 @@ def read_folders(
         return None
     targets, controls = sides.targets, sides.controls
     _, captions, masks = roles_of(root)
-    ignored = []
+    ignored: list[tuple[Path, str]] = []
     after, beside = read_folder(targets, ignored)
     if not after and target_dir:
         raw = any(UNREAD in why for _, why in ignored)
@@ -315,7 +315,8 @@ def read_folders(
 
     held = [read_folder(d, ignored) for d in controls]
     painted = [read_folder(masks, ignored).images if masks else {}]
-    painted += [_masks_beside(images, after) for images in (after, *(each.images for each in held))]
+    painted.append(_masks_beside(after, after))
+    painted += [_masks_beside(each.images, after) for each in held]
     shared = _shared(root, beside, after)
     texts = [beside, read_folder(captions, ignored).captions if captions else {}]
     forms = {s: (s, nfc(p.stem), nfc(p.name), nfc(f"{targets.name}/{s}")) for s, p in after.items()}
@@ -363,7 +364,9 @@ class Marked(NamedTuple):
 
 def _sides(images:dict) -> Marked:
     "Sorts the images of one folder."
-    after, before, neither = {}, {}, {}
+    after: dict[str, Path] = {}
+    before: dict[str, list[tuple[int, Path]]] = {}
+    neither: dict[str, Path] = {}
     for stem, p in images.items():
         name, side, number = side_of(stem)
         if not side:
@@ -388,7 +391,8 @@ def _add_unmarked(marked:Marked) -> list: # notes
             before[n] = [(0, neither.pop(n))]
         else:
             after[n] = neither.pop(n)
-    target, control = after[names[0]].name, before[names[0]][0][1].name
+    target = after[names[0]].name
+    control = before[names[0]][0][1].name
     return [f"pairs: {target!r} is the target of {control!r}, and so on (guessed from the names)"]
 
 # %% ../../nbs/data/02_folders.ipynb #bdedf002
@@ -443,7 +447,7 @@ def read_pairs(
 ) -> Found|None:
     "Samples from one folder, or a folder for each pair, whose file names name their sides."
     _, captions, masks = roles_of(root)
-    ignored = []
+    ignored: list[tuple[Path, str]] = []
     together = any(map(is_image, entries_of(root)))
     images, beside = read_folder(root, ignored) if together else _folder_each(root, ignored)
     marked = _sides(images)

@@ -6,6 +6,7 @@
 __all__ = ['KEEP', 'identity_count', 'refuse_keep', 'identity_pairs']
 
 # %% ../../nbs/data/08_identity_pairs.ipynb #ad1d81b5
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..cache import stable_seed
@@ -42,10 +43,10 @@ def refuse_keep(
             "another caption, or set `data.identity_share` to 0")
 
 def _by_first_image(
-    samples:list, # of `Sample`
-) -> dict: # {digest of the first control: the first sample with it}
+    samples:Iterable["Sample"],
+) -> dict[str, "Sample"]: # {digest of the first control: the first sample with it}
     "The samples with a control, one for each image."
-    found = {}
+    found: dict[str, Sample] = {}
     for s in samples:
         if s.controls:
             found.setdefault(source_digest(s.controls[0]), s)
@@ -60,7 +61,7 @@ def identity_pairs(
     samples:list, # `Sample`s, with those that are held out
     share:float, # `data.identity_share`
     seed:int, # `train.seed`
-    held_out:list=(), # `Sample`s whose images are not used
+    held_out:Iterable["Sample"]=(), # whose images are not used
 ) -> list: # of `Sample`
     "The identity pairs of a data set; a pair with several controls keeps the first one."
     if not share:

@@ -10,10 +10,11 @@ __all__ = ['TIFF_BITS', 'HEIC_SUFFIXES', 'IMAGE_SUFFIXES', 'UNREAD_SUFFIXES', 'R
 
 # %% ../../nbs/data/00_images.ipynb #75751bb3
 import hashlib, io, logging, math, os, re, stat, struct, warnings, zlib
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Callable, NamedTuple
+from typing import Any, BinaryIO, Callable, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -27,29 +28,37 @@ from ..core.text_files import PAGE, kind_of_bytes, remedy_for
 @dataclass(frozen=True)
 class RowImage:
     "An image in a column of a `datasets.Dataset`, read on demand."
-    rows: object = field(repr=False) # the data set in "arrow" format: images stay encoded
+    rows: Any = field(repr=False) # the `datasets.Dataset` in "arrow" format: images stay encoded
     column: str
     row: int
-    index: int = None # in a column of lists
+    index: int|None = None # in a column of lists
 
     @property
-    def name(self): return f"{self.column}[{self.row}]" + ("" if self.index is None else f"[{self.index}]")
+    def name(self) -> str:
+        "Column, row and index for messages: `image[3]`, `images[3][0]`."
+        of_row = f"{self.column}[{self.row}]"
+        return of_row if self.index is None else f"{of_row}[{self.index}]"
 
     def read_bytes(self) -> bytes:
+        "The encoded image, or the bytes of the file that the cell names; b\"\" if it has neither."
         cell = self.rows[self.row].column(self.column)[0]
         image = (cell if self.index is None else cell[self.index]).as_py() or {}
-        if (data := image.get("bytes")) is not None: return data
+        data = image.get("bytes")
+        if data is not None: return data
         return _file_of(image["path"]).read() if image.get("path") else b""
 
 # %% ../../nbs/data/00_images.ipynb #4b92c901
-def _file_of(source): # a binary file, at its beginning
+def _file_of(source:Any) -> BinaryIO: # path, bytes, or an object with `read_bytes` or `read`
+    "An image's file, at its beginning. Raises OSError with the reason if a path is no file."
     if isinstance(source, bytes): return io.BytesIO(source)
     if not isinstance(source, (str, os.PathLike)):
         return io.BytesIO(source.read_bytes() if hasattr(source, "read_bytes") else source.read())
     path = Path(source)
     if path.is_file(): return path.open("rb")
-    raise OSError("it is a folder" if path.is_dir() else "its link leads nowhere" if path.is_symlink()
-                  else "it is no regular file" if path.exists() else "it does not exist") # a pipe would block
+    if path.is_dir(): raise OSError("it is a folder")
+    if path.is_symlink(): raise OSError("its link leads nowhere")
+    if path.exists(): raise OSError("it is no regular file") # a pipe would block
+    raise OSError("it does not exist")
 
 # %% ../../nbs/data/00_images.ipynb #a79316e2
 class Refused(Exception):
@@ -68,28 +77,37 @@ def named(name:str):
         raise ValueError(f"image {name} cannot be read ({_why(e)}); replace it or remove the pair") from None
 
 # %% ../../nbs/data/00_images.ipynb #a7931601
-def source_name(source) -> str: # of a path, bytes, or an object with `name`
+def source_name(source:object) -> str: # a path, bytes, or an object with `name`
     "Name of an image for messages."
     if isinstance(source, (str, os.PathLike)): return repr(os.fspath(source))
-    return repr(source.name) if getattr(source, "name", None) else type(source).__name__
+    name = getattr(source, "name", None)
+    return repr(name) if name else type(source).__name__
 
-def read_bytes(source) -> bytes:
-    "The bytes of a path, or of an object with `read_bytes()`."
-    with named(source_name(source)), _file_of(source) as f: return f.read()
+def read_bytes(source:Any) -> bytes: # a path, or an object with `read_bytes` or `read`
+    "The bytes of an image. Raises ValueError, with its name, if it cannot be read."
+    with named(source_name(source)), _file_of(source) as f:
+        return f.read()
 
-def source_digest(source) -> str: # sha256 of its bytes, 64 hex digits
+def source_digest(source:Any) -> str: # as for `read_bytes`; sha256 of its bytes, 64 hex digits
     "Digest of an encoded image, remembered for a file."
-    if not (st := _stat_of_file(source)): return hashlib.sha256(read_bytes(source)).hexdigest()
-    try: return file_digest(source, st)
+    st = _stat_of_file(source)
+    if not st: return hashlib.sha256(read_bytes(source)).hexdigest()
+    try:
+        return file_digest(source, st)
     except Exception:
-        with named(source_name(source)): raise
+        with named(source_name(source)):
+            raise
 
 def _stat_of_file(source): # None: it is no regular file
     try: st = os.stat(source) if isinstance(source, (str, os.PathLike)) else None
     except (OSError, ValueError): return None
     return st if st and stat.S_ISREG(st.st_mode) else None
 
-def remembered(source, name:str, compute):
+def remembered(
+    source:Any, # as for `read_bytes`
+    name:str,
+    compute:Callable[[Any], Any], # returns JSON-serialisable data
+) -> Any: # what `compute` returned, perhaps after a trip through JSON
     "`compute(source)`, remembered as property `name` of an unchanged file."
     st = _stat_of_file(source)
     return cached_file_property(source, name, compute, st) if st else compute(source)
@@ -236,7 +254,7 @@ def _check_text(head:bytes):
 # %% ../../nbs/data/00_images.ipynb #85bdf0a3
 def _check_tiff(im:Image.Image, head:bytes):
     "Raises `Refused` for a TIFF of which Pillow reads something else than the image."
-    tags = im.tag_v2
+    tags = getattr(im, "tag_v2") # only a TIFF has it
     preview = tags.get(_NEW_SUBFILE) == 1 and _SUB_IFDS in tags
     if preview or _DNG in tags or head[8:10] == b"CR": raise Refused(_RAW)
     bits = np.max(tags.get(TIFF_BITS, 8))
@@ -371,10 +389,13 @@ def _open_still(f:BinaryIO) -> Image.Image: # not decoded yet
     if not head: raise OSError("it is empty")
     f.seek(0)
     Image.init()
-    if head[4:8] == b"ftyp": _add_heif()
-    try: im = Image.open(f, formats=[k for k in _FORMATS if k in Image.OPEN])
+    if head[4:8] == b"ftyp":
+        _add_heif()
+    try:
+        im: Image.Image = Image.open(f, formats=[k for k in _FORMATS if k in Image.OPEN])
     except Image.DecompressionBombError as e:
-        n, most = int(re.search("[0-9]+", str(e))[0]), 2 * Image.MAX_IMAGE_PIXELS
+        n = int(re.findall("[0-9]+", str(e))[0])
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
         raise Refused(f"has {n // 10**6} megapixels, more than the {most // 10**6} that we open; make it "
                        "smaller or remove the pair") from None
     except UnidentifiedImageError:
@@ -418,8 +439,8 @@ def use_image(
         return _read_with(f, use)
 
 def open_image(
-    source, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
-    name=None, # for messages
+    source:Any, # path, bytes, object with `read_bytes()`, PIL image or uint8 [H, W, 3]
+    name:str|None=None, # for messages
 ) -> Image.Image: # mode RGB
     "An image as upright RGB. Raises ValueError if it cannot be used."
     with named(name or source_name(source)):
@@ -453,13 +474,13 @@ def _size_of(im:Image.Image, f:BinaryIO) -> tuple: # (width, height)
     check_shape(im)
     return im.size[::-1] if im.format != "PNG" and _orientation(im) in (5, 6, 7, 8) else im.size
 
-def read_image_size(source) -> tuple: # (width, height) in pixels, orientation applied
+def read_image_size(source:Any) -> tuple[int, int]: # (width, height) in pixels, orientation applied
     "Size of an image, from its header if that is safe. Raises ValueError if it cannot be used."
     with named(source_name(source)), _file_of(source) as f:
         return _read_with(f, _size_of)
 
 # %% ../../nbs/data/00_images.ipynb #bbe427ca
-def calculate_dimensions(area:int, ratio:float) -> tuple: # (width, height), multiples of 32
+def calculate_dimensions(area:int, ratio:float) -> tuple[int, int]: # (width, height), multiples of 32
     "Sides of an image of this area (pixels) and width/height, as in diffusers' edit pipelines."
     width = math.sqrt(area * ratio)
     height = width / ratio
@@ -472,28 +493,47 @@ class Geometry:
     image_size: tuple = (1024, 1024) # area of the target, or its exact size with `crop`
     crop: bool = False # crop to the aspect of `image_size`?
     control_area: int = 1024*1024 # for the VAE
-    vl_area: int = None # for the text encoder; None: as for the VAE (v1)
+    vl_area: int|None = None # for the text encoder; None: as for the VAE (v1)
     match_grids: bool = False # without `crop`: sides of targets in proportion to their controls'?
 
-    def target(self, size):
-        if self.crop: return tuple(self.image_size)
+    def target(self, size:Sequence[int]) -> tuple[int, int]:
+        "The size at which the VAE sees a target of this size."
+        if self.crop: return self.image_size[0], self.image_size[1]
         area = math.prod(self.image_size)
         if not self.match_grids: return calculate_dimensions(area, size[0]/size[1])
         scale = math.sqrt(area / self.control_area)
-        return tuple(max(16, round(side * scale / 16) * 16) for side in self.control(size))
-    def control(self, size, area=None):
+        width, height = self.control(size)
+        return max(16, round(width * scale / 16) * 16), max(16, round(height * scale / 16) * 16)
+
+    def control(self,
+        size:Sequence[int],
+        area:int|None=None, # default: for the VAE
+    ) -> tuple[int, int]:
+        "The size at which the VAE sees a control of this size; another `area` is for another encoder."
         width, height = self.image_size if self.crop else size
         return calculate_dimensions(area or self.control_area, width/height)
-    def vl(self, size): return self.control(size, self.vl_area)
+
+    def vl(self, size:Sequence[int]) -> tuple[int, int]:
+        "The size at which the text encoder sees a control of this size."
+        return self.control(size, self.vl_area)
+
     @property
-    def aspect(self): # in lowest terms, the same for larger images
-        return tuple(side // math.gcd(*self.image_size) for side in self.image_size) if self.crop else None
+    def aspect(self) -> tuple[int, ...]|None:
+        "The aspect of the crop in lowest terms, the same for larger images; None without `crop`."
+        if not self.crop:
+            return None
+        divisor = math.gcd(*self.image_size)
+        return tuple(side // divisor for side in self.image_size)
 
 # %% ../../nbs/data/00_images.ipynb #bbe42702
-def crop_to(im:Image.Image, aspect) -> Image.Image: # (width, height) in any unit; None: no crop
+def crop_to(
+    im:Image.Image,
+    aspect:Sequence[float]|None, # (width, height) in any unit; None: no crop
+) -> Image.Image:
     "The largest centre crop with this aspect."
     if not aspect: return im
-    (w, h), r = im.size, aspect[0] / aspect[1]
-    cw, ch = (round(h * r), h) if w / h > r else (w, round(w / r))
+    w, h = im.size
+    ratio = aspect[0] / aspect[1]
+    cw, ch = (round(h * ratio), h) if w / h > ratio else (w, round(w / ratio))
     x, y = (w - cw) // 2, (h - ch) // 2
     return im.crop((x, y, x + cw, y + ch))

@@ -45,7 +45,7 @@ def _is_folder(entry:os.DirEntry) -> bool:
     except OSError: # a link to itself
         return False
 
-def _listed(folder:Path) -> tuple: # (paths, sorted by name; names of folders)
+def _listed(folder:str|Path) -> tuple: # (paths, sorted by name; names of folders)
     "What a folder holds. Raises ValueError if it cannot be read."
     known = _known.get()
     name = os.fspath(folder)
@@ -121,7 +121,7 @@ def format_inside(path:Path) -> str: # "" if it is no image that we read
     except (OSError, ValueError):
         return ""
 
-def why_unused(path:Path) -> str: # the reason; "" if usable; None: not reported
+def why_unused(path:Path) -> str|None: # the reason; "" if usable; None: not reported
     "Why a file of a folder is not used."
     name = path.name
     kind = os.path.splitext(name)[1].lower()
@@ -209,7 +209,8 @@ def read_folder(
     ignored:list, # gets (path, reason) of unused files
 ) -> FolderFiles:
     "The images and captions of a folder. Raises ValueError for two of one name."
-    images, captions = {}, {}
+    images: dict[str, Path] = {}
+    captions: dict[str, Path] = {}
     folder, files = folder_files(folder)
     here = os.fspath(folder)
     late = {p for p in files if p.name.lower().endswith(HEIC_SUFFIXES) or _decorated(p.name)}
@@ -251,7 +252,7 @@ def _kinds_of(
     named:bool, # with examples?
 ) -> list: # texts
     "Files, counted by their suffix."
-    kinds = {}
+    kinds: dict[str, list[str]] = {}
     for p in files:
         kinds.setdefault(p.suffix.lower() or "files", []).append(printable(p.name))
     out = []
@@ -302,7 +303,7 @@ def lost_images(
     if not ignored:
         return []
     have = {nfc(p.stem) for p in images.values()}
-    lost = {}
+    lost: dict[str, list[str]] = {}
     for p, why in ignored:
         plain = os.path.splitext(p.name)[0] if _names_an_image(p.name) else p.name
         if may_be_lost(why) and nfc(image_ending(plain).stem) not in have:

@@ -40,7 +40,7 @@ def _not_hidden(names:Iterable) -> list: # of `PurePath`
 
 def _by_folder(paths:Iterable, suffixes:tuple) -> dict: # {folder: stems}
     "The files with these endings, by their folder."
-    found = {}
+    found: dict[Path, set[str]] = {}
     for p in paths:
         if p.suffix.lower() in suffixes:
             found.setdefault(p.parent, set()).add(nfc(p.stem))

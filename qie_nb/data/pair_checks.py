@@ -13,8 +13,9 @@ __all__ = ['NOISE', 'ALIKE', 'COLOURS', 'AGAIN', 'RENAMED', 'REUSED', 'AMBIGUOUS
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0003
 import hashlib, io, math, os, re
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -24,6 +25,9 @@ from .images import (
     TIFF_BITS, Geometry, Refused, check_shape, grey_values, is_deep, named, read_bytes, remembered,
     source_name, to_8_bits, to_rgb, turn_of, turned_by, upright, use_image, white_of)
 from ..core.files import few
+
+if TYPE_CHECKING:
+    from .prompts import Sample
 
 # %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e2
 NOISE = 2 # levels of 255 by which JPEG changes one colour
@@ -39,7 +43,7 @@ class Content(NamedTuple):
 def _has_16_bits(im:Image.Image, f:BinaryIO|None) -> bool:
     "Are its colours 16-bit values, of which Pillow gives the upper 8 bits?"
     if f is None: return False
-    if im.format == "TIFF": return np.max(im.tag_v2.get(TIFF_BITS, 8)) == 16
+    if im.format == "TIFF": return bool(np.max(getattr(im, "tag_v2").get(TIFF_BITS, 8)) == 16)
     if im.format != "PNG": return False
     f.seek(24) # in the header
     return f.read(1) == b"\x10"
@@ -49,7 +53,7 @@ def _range_of(im:Image.Image, rgb:Image.Image, f:BinaryIO|None) -> tuple: # (low
     if is_deep(im):
         values = grey_values(im)
         return float(values.min()), float(values.max()), white_of(im, values.max())
-    extrema = rgb.getextrema()
+    extrema: Any = rgb.getextrema() # (low, high) of each colour
     low = min(low for low, _ in extrema)
     high = max(high for _, high in extrema)
     return (low << 8, (high << 8) + 255, 65535) if _has_16_bits(im, f) else (low, high, 255)
@@ -57,10 +61,14 @@ def _range_of(im:Image.Image, rgb:Image.Image, f:BinaryIO|None) -> tuple: # (low
 def _content_of(im:Image.Image, f:BinaryIO|None) -> tuple: # (RGB image, `Content`)
     "What `open_with_content` gives of an opened image."
     rgb = upright(im)
-    flat = all(high - low <= NOISE for low, high in rgb.getextrema())
-    colour = rgb.getpixel((0, 0)) if flat else ()
-    clear = flat and im.has_transparency_data and im.convert("RGBA").getextrema()[3][1] == 0
-    return rgb, Content(*_range_of(im, rgb, f), colour, clear)
+    extrema: Any = rgb.getextrema() # (low, high) of each colour
+    flat = all(high - low <= NOISE for low, high in extrema)
+    colour: Any = rgb.getpixel((0, 0)) if flat else ()
+    clear = False
+    if flat and im.has_transparency_data:
+        clear = im.convert("RGBA").getchannel("A").getextrema()[1] == 0
+    low, high, white = _range_of(im, rgb, f)
+    return rgb, Content(low, high, white, colour, clear)
 
 def open_with_content(
     source:object, # as for `open_image`
@@ -74,12 +82,14 @@ def open_with_content(
 _SIDE, _STEP = 16, 2 # positions along a side; smallest difference in grey levels
 _CELLS = 8 # along a side, in which a mask is compared with what changes
 
-def _look(source) -> dict:
+def _look(source:Any) -> dict: # as for `read_bytes`
+    "What `look` remembers."
     data = read_bytes(source)
     im, content = open_with_content(data, source_name(source))
     box = Image.Resampling.BOX
     grey = np.asarray(im.convert("L").resize((_SIDE + 1, _SIDE), box), int)
-    small, few = np.asarray(im.resize((32, 32), box), int), np.asarray(im.resize((4, 4), box))
+    small = np.asarray(im.resize((32, 32), box), int)
+    few = np.asarray(im.resize((4, 4), box))
     pixels = hashlib.sha256(repr(im.size).encode() + im.tobytes()).hexdigest()[:16]
     return dict(hash=np.packbits(np.diff(grey) > _STEP).tobytes().hex(), colours=few.tobytes().hex(),
                 colourful=round(float(np.ptp(small, axis=-1).mean()), 2), pixels=pixels, size=im.size,
@@ -95,7 +105,7 @@ def _exif(data) -> dict: # camera, turned
     camera = str(marks.get(0x010F, "") or marks.get(0x0110, "")).strip(" \0") # Make, Model
     return dict(camera=bool(camera), turned=marks.get(0x0112, 1) in (5, 6, 7, 8)) # Orientation: by a quarter
 
-def look(source:object) -> dict: # hash, colours, pixels, cells (hex digits), colourful, size, content, camera?, turned?
+def look(source:Any) -> dict: # hash, colours, pixels, cells (hex digits), colourful, size, content, camera?, turned?
     "Features of an image for comparisons."
     return remembered(source, "look 3", _look)
 
@@ -104,8 +114,11 @@ ALIKE, COLOURS = 20, 10. # bits of 256, colour levels of 255 that may differ
 
 def _bytes_of(looks, name): return np.frombuffer(bytes.fromhex("".join(x[name] for x in looks)), np.uint8)
 
-def alike(looks, block:int=512): # yields (i, j, bits that differ), i < j
-    "Pairs of nearly equal images, by a matrix product for each `block` of images."
+def alike(
+    looks:Sequence[dict], # of `look`
+    block:int=512, # images of a matrix product
+) -> Iterator[tuple[int, int, int]]: # (i, j, bits that differ), i < j
+    "Pairs of nearly equal images."
     if not looks: return
     bits = np.unpackbits(_bytes_of(looks, "hash")).reshape(len(looks), -1).astype(np.float32) * 2 - 1
     colours = _bytes_of(looks, "colours").reshape(len(looks), -1).astype(np.float32)
@@ -115,40 +128,55 @@ def alike(looks, block:int=512): # yields (i, j, bits that differ), i < j
         i, j = np.nonzero(np.triu(differ <= ALIKE, 1))
         near = differ[i, j] <= (rising[start + i] + rising[start + j]) / 4
         near &= np.abs(colours[start + i] - colours[start + j]).mean(1) <= COLOURS
-        for i, j in zip(i[near].tolist(), j[near].tolist()): yield start + i, start + j, int(differ[i, j])
+        for a, b in zip(i[near].tolist(), j[near].tolist()):
+            yield start + a, start + b, int(differ[a, b])
 
-def distance(a:dict, b:dict) -> int: # bits that differ, or None
-    "`alike` for two images."
+def distance(a:dict, b:dict) -> int|None: # bits that differ
+    "`alike` for two images; None if they are not nearly equal."
     return next((d for _, _, d in alike([a, b])), None)
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e000f
-AGAIN, RENAMED = "the same pair again", "the same pair under another caption"
-REUSED, AMBIGUOUS = "the same target from another control", "another target for the same control and caption"
+AGAIN = "the same pair again"
+RENAMED = "the same pair under another caption"
+REUSED = "the same target from another control"
+AMBIGUOUS = "another target for the same control and caption"
 
-def _relation(a, b, target, same): # of two samples
+def _relation(
+    a:Sequence[dict], b:Sequence[dict], # looks of two samples
+    target:bool, # are the targets nearly equal? Else the first controls are
+    same:bool, # have they the same caption?
+) -> str|None:
+    "What is wrong with two samples, or None."
     controls = len(a) == len(b) and all(x["pixels"] == y["pixels"] or distance(x, y) is not None
                                         for x, y in zip(a[1:], b[1:]))
     if len(a) != len(b) and 1 in (len(a), len(b)): return None # one is trained on without a control
-    if target: return REUSED if not controls else AGAIN if same else RENAMED
+    if target:
+        if not controls:
+            return REUSED
+        return AGAIN if same else RENAMED
     return AMBIGUOUS if controls and same else None
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0024
 def near_duplicates(
-    looks, # per sample (look of the target, of each control), or None if unreadable
-    prompts, # per sample
+    looks:Sequence[Any], # per sample (look of the target, of each control), or None if unreadable
+    prompts:Sequence[str], # per sample
     most:int=10_000, # pairs
-) -> list: # {a, b (positions), what, bits}
+) -> list[dict]: # {a, b (positions), what, bits}
     "Samples that are nearly equal or contradict each other."
-    at, out, seen = [i for i, x in enumerate(looks) if x], [], set()
+    at = [i for i, x in enumerate(looks) if x]
+    out: list[dict] = []
+    seen = set()
     same = [" ".join(p.split()).casefold() for p in prompts]
     for first, targets in enumerate((True, False)):
         at = [n for n in at if len(looks[n]) > first] # without a control, only targets are compared
         for i, j, bits in alike([looks[n][first] for n in at]):
             a, b = at[i], at[j]
             if (a, b) in seen or (not targets and same[a] != same[b]): continue
-            if targets: seen.add((a, b))
+            if targets:
+                seen.add((a, b))
             what = _relation(looks[a], looks[b], targets, same[a] == same[b])
-            if what: out.append(dict(a=a, b=b, what=what, bits=bits))
+            if what:
+                out.append(dict(a=a, b=b, what=what, bits=bits))
             if len(out) >= most: return out
     return out
 
@@ -161,14 +189,17 @@ def _words(source) -> set:
     name = source if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "")
     return {w.lower() for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))} & (_BEFORE | _AFTER)
 
-def _reversed(target, control) -> tuple: # (the target's word or '', the control's), or None
-    t, c = _words(target) - _words(control), _words(control) - _words(target)
+def _reversed(target:Any, control:Any) -> tuple[str, str]|None: # sources of two images
+    "(the target's word or '', the control's) if their names tell the opposite, else None."
+    t = _words(target) - _words(control)
+    c = _words(control) - _words(target)
     if not (t or c) or t & _AFTER or c & _BEFORE: return None
     return (min(t, default=""), min(c, default="")) if t and c or (t | c) & _PLAIN else None
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0010
-def _by_names(sample) -> str:
-    found = [w for c in sample.controls if (w := _reversed(sample.target, c))]
+def _by_names(sample:"Sample") -> str:
+    "Why the file names say that a pair is swapped, or an empty string."
+    found = list(filter(None, (_reversed(sample.target, c) for c in sample.controls)))
     if not found or any(_reversed(c, sample.target) for c in sample.controls): return ""
     return " and ".join(f"the {who} is named {w!r}" for who, w in zip(("target", "control"), found[0]) if w)
 
@@ -180,8 +211,10 @@ _TO_COLOUR = re.compile(r"\bcolou?ri[sz]|\bin(to)? (full |vivid |natural )*colou
 _GREY, _COLOURED = 4., 12. # how colourful an image is at most, or at least
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e0019
-def _by_colour(prompt, target, controls) -> str:
-    grey, coloured = (lambda x: x["colourful"] <= _GREY), (lambda x: x["colourful"] >= _COLOURED)
+def _by_colour(prompt:str, target:dict, controls:list[dict]) -> str: # looks
+    "Why the caption's words about colour say that a pair is swapped, or an empty string."
+    def grey(x): return x["colourful"] <= _GREY
+    def coloured(x): return x["colourful"] >= _COLOURED
     if _TO_COLOUR.search(prompt):
         if not (grey(target) and all(map(coloured, controls))): return ""
         return "the caption asks for colour, but the control has it and the target has none"
@@ -197,66 +230,100 @@ def _by_camera(prompt, target, controls) -> str:
     return "EXIF names a camera for the target and not for the control" if signed else ""
 
 # %% ../../nbs/data/04_pair_checks.ipynb #ad1e001c
-def shared_targets(digests, prompts) -> dict: # of (target, controls...) per sample; {position: reason}
+def shared_targets(
+    digests:Sequence[Sequence[str]], # of (target, controls...) per sample
+    prompts:Sequence[str], # per sample
+) -> dict[int, str]: # {position: reason}
     "Samples whose target is probably the original, because several share it."
-    groups, controls = defaultdict(list), Counter()
+    groups = defaultdict(list)
+    controls: Counter[str] = Counter()
     for i, d in enumerate(digests):
-        if d and d[1:]: groups[d[0]].append(i), controls.update(set(d[1:]))
+        if d and d[1:]:
+            groups[d[0]].append(i)
+            controls.update(set(d[1:]))
     if max(controls.values(), default=0) > 1: return {}
-    several = [g for g in groups.values() if len(g) > 1 and len({prompts[i] for i in g}) == len(g)]
-    why = "{} samples with other controls and captions share this target, and no two samples share a control"
-    return {i: why.format(len(g)) for g in several for i in g}
+    out = {}
+    for group in groups.values():
+        if len(group) > 1 and len({prompts[i] for i in group}) == len(group):
+            why = (f"{len(group)} samples with other controls and captions share this target, "
+                   "and no two samples share a control")
+            out.update(dict.fromkeys(group, why))
+    return out
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3ad0
-TINY, LARGE, STRETCHED = "very small", "very large", "stretched"
-TURNED, SHAPES, GRIDS = "may be turned", "other shape", "token grids differ"
+TINY, LARGE = "very small", "very large"
+STRETCHED, TURNED = "stretched", "may be turned"
+SHAPES, GRIDS = "other shape", "token grids differ"
 
 def _differ(a, b) -> float: # 0.5: one aspect is 1.5 times the other
     return math.exp(abs(math.log(a[0] * b[1] / (a[1] * b[0])))) - 1
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a01
-def _size_marks(name, size, bucket): # bucket: its size in training, or None
+def _size_marks(
+    name:str, size:Sequence[int], # of an image
+    bucket:Any, # its size in training; None or False: not known
+) -> Iterator[tuple[str, str]]:
+    "(mark, reason) of one image's size."
     said = f"the {name} is {size[0]}x{size[1]}"
     larger = math.sqrt(math.prod(bucket) / math.prod(size)) if bucket else 0
-    if larger > 3: yield TINY, f"{said} and is enlarged {larger:.0f} times in training"
-    elif min(size) < 16: yield TINY, said
-    if (n := math.prod(size)) > 5e7: yield LARGE, f"{said}, {n / 1e6:.0f} megapixels; reading it is slow"
-    if bucket and (by := _differ(size, bucket)) > 0.1:
+    if larger > 3:
+        yield TINY, f"{said} and is enlarged {larger:.0f} times in training"
+    elif min(size) < 16:
+        yield TINY, said
+    n = math.prod(size)
+    if n > 5e7:
+        yield LARGE, f"{said}, {n / 1e6:.0f} megapixels; reading it is slow"
+    by = _differ(size, bucket) if bucket else 0
+    if by > 0.1:
         yield STRETCHED, f"{said} and is trained at {bucket[0]}x{bucket[1]}: stretched by {by:.0%}"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a05
-def _grid_marks(target, controls, g): # of sizes; only for controls that show the target's whole image
+def _grid_marks(target:Sequence[int], controls:list, g:Geometry) -> Iterator[tuple[str, str]]: # sizes
+    "(mark, reason) of other token grids, only for controls that show the target's whole image."
     fitting = [c for c in controls if g.crop or _differ(target, c) < 0.05]
-    if reason := next((r for c in fitting if (r := grid_warning(g, target, c))), ""): yield GRIDS, reason
+    reason = next(filter(None, (grid_warning(g, target, c) for c in fitting)), "")
+    if reason:
+        yield GRIDS, reason
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a02
 def size_warnings(
-    sizes, # (width, height) of the target and of each control, upright
-    geometry=None, # `Geometry`, for the sizes in training
-    turned=(), # for each image, whether EXIF turns it
-) -> list: # (mark, reason)
+    sizes:Sequence, # (width, height) of the target and of each control, upright
+    geometry:Geometry|None=None, # for the sizes in training
+    turned:Sequence[bool]=(), # for each image, whether EXIF turns it
+) -> list[tuple[str, str]]: # (mark, reason)
     "What the sizes of a sample's images tell."
-    g, (target, *controls) = geometry, sizes
+    g = geometry
+    target, *controls = sizes
     plain = g and not g.crop # otherwise the images are cropped to one shape
-    out = [*_size_marks("target", target, plain and g.target(target))]
-    for c in controls: out += _size_marks("control", c, plain and g.control(c))
-    if isinstance(g, Geometry) and STRETCHED not in dict(out): out += _grid_marks(target, controls, g)
+    out = [*_size_marks("target", target, plain and g and g.target(target))]
+    for c in controls:
+        out += _size_marks("control", c, plain and g and g.control(c))
+    if isinstance(g, Geometry) and STRETCHED not in dict(out):
+        out += _grid_marks(target, controls, g)
     if not controls or min(_differ(target, c) for c in controls) < 0.05: return out
-    c, (w, h), exif = controls[0], target, "; EXIF turns one of them" * (len(set(turned)) > 1)
+    c = controls[0]
+    w, h = target
+    exif = "; EXIF turns one of them" if len(set(turned)) > 1 else ""
     both = f"the target is {w}x{h} and the control {c[0]}x{c[1]}"
     if _differ((h, w), c) < 0.05: return [*out, (TURNED, f"{both}{exif}: one of them may lie on its side")]
-    return out + [(SHAPES, f"{both}: parts of the image cannot stay where they are")] * (not g or bool(plain))
+    if not g or plain:
+        out.append((SHAPES, f"{both}: parts of the image cannot stay where they are"))
+    return out
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a06
+def _percent_of(why:str) -> float: # of `grid_warning`
+    "By how many percent the grids differ, as the sentence says."
+    return float(re.findall(r"([0-9.]+) %", why)[0])
+
 def grid_summary(
-    sizes, # per sample (width, height) of the target and of each control
-    geometry,
+    sizes:Iterable[Sequence], # per sample (width, height) of the target and of each control
+    geometry:Geometry|None,
 ) -> str: # "" if all agree
     "How many pairs have other token grids, and the pair with the largest difference."
-    found = [why for s in sizes if (why := dict(size_warnings(s, geometry)).get(GRIDS))]
+    reasons = [dict(size_warnings(s, geometry)).get(GRIDS) for s in sizes]
+    found = [why for why in reasons if why]
     if not found: return ""
-    percent = lambda why: float(re.search(r"([0-9.]+) %", why)[1])
-    return f"{len(found)} of {len(sizes)} pairs differ, e.g. {max(found, key=percent)}"
+    return f"{len(found)} of {len(reasons)} pairs differ, e.g. {max(found, key=_percent_of)}"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #11ae3a0b
 def marks_of_sizes(
@@ -265,9 +332,10 @@ def marks_of_sizes(
     geometry:Geometry, # in training
 ) -> str: # "" if no pair has a mark
     "Pairs whose sizes look wrong, by mark."
-    marks = {}
+    marks: dict[str, dict[str, str]] = {} # {mark: {sample id: reason}}
     for sample, own in zip(samples, sizes):
-        for mark, why in size_warnings(own, geometry): marks.setdefault(mark, {})[sample.id] = why
+        for mark, why in size_warnings(own, geometry):
+            marks.setdefault(mark, {})[sample.id] = why
     sentences = []
     for mark, reasons in marks.items():
         example = f", e.g. {next(iter(reasons.values()))}" if mark == GRIDS else ""
@@ -286,9 +354,10 @@ def _of_transparency(im:Image.Image) -> tuple: # (RGB image, alpha if it is the 
     "Decides what the alpha channel of a mask tells."
     rgba = im.convert("RGBA")
     alpha = rgba.getchannel("A")
-    low, high = alpha.getextrema()
+    extrema: Any = alpha.getextrema()
+    low, high = extrema
     if high - low <= NOISE: return rgba.convert("RGB"), None, ""
-    visible = np.asarray(rgba)[np.asarray(alpha) > high // 4, :3]
+    visible = np.asarray(rgba)[np.asarray(alpha) > high // 4][:, :3]
     if np.ptp(visible, axis=0).max() <= _SPREAD: return None, alpha, "its transparency"
     return to_rgb(im), None, "its colours, on white where it is transparent"
 
@@ -306,7 +375,7 @@ def _of_colours(rgb:Image.Image) -> tuple: # (mode L, a note)
     return Image.fromarray(white), f"its only colour {tuple(np.median(bright, axis=0).astype(int).tolist())}"
 
 # %% ../../nbs/data/04_pair_checks.ipynb #66e0a5e6
-def _check_mask(low:float, high:float, white:float, values:np.ndarray|None=None):
+def _check_mask(low:float, high:float, white:float, values:np.ndarray|tuple=()):
     "Raises `Refused` if these values of a mask cannot be meant."
     level = 255 / white
     flat = high == low or low > 0 and (high - low) * level <= NOISE
@@ -423,7 +492,7 @@ def _looks_inverted(mask:dict, target:dict, control:dict) -> str: # of three loo
 
 def mask_marks(
     mask:object, # source
-    looks:tuple=(), # of the target and of each control
+    looks:Sequence[dict]=(), # of the target and of each control
 ) -> list: # (mark, reason)
     "What is odd about a mask."
     try:
@@ -448,7 +517,7 @@ SWAPPED, UNCHANGED = "looks swapped", "nothing changes"
 
 def sample_contents(
     sample:object, # `Sample`
-    looks:tuple, # of the target and of each control
+    looks:Sequence[dict], # of the target and of each control
 ) -> list: # (mark, reason)
     "What is odd about the values of a sample's images and about its mask."
     marks = []
@@ -462,7 +531,7 @@ def counted_marks(
     pairs:int, # how many were looked at
 ) -> list: # a sentence for each mark
     "How many pairs have each mark, with an example."
-    by_mark = defaultdict(dict)
+    by_mark: dict[str, dict[str, str]] = defaultdict(dict)
     for name, found in marks.items():
         for mark, why in found:
             by_mark[mark].setdefault(name, why)
@@ -470,11 +539,11 @@ def counted_marks(
             for mark, reasons in by_mark.items()]
 
 def pair_warnings(
-    sample, # `Sample`
-    looks=None, # (look of the target, of each control); None: check only names
+    sample:"Sample",
+    looks:Sequence[dict]|None=None, # of the target and of each control; None: check only names
     shared:str="", # reason from `shared_targets`
-    geometry=None, # `Geometry`, for the sizes in training
-) -> list: # (mark, reason)
+    geometry:Geometry|None=None, # for the sizes in training
+) -> list[tuple[str, str]]: # (mark, reason)
     "What may be wrong with a sample."
     target, *controls = looks or (None,)
     sizes = looks and size_warnings([x["size"] for x in looks], geometry, [x["turned"] for x in looks]) or []
@@ -482,17 +551,25 @@ def pair_warnings(
     contents = sample_contents(sample, looks) if looks else []
     if same: return [(UNCHANGED, "the target has the same pixels as a control"), *sizes, *contents]
     signs = [_by_names(sample), shared]
-    if controls: signs += [f(sample.prompt, target, controls) for f in (_by_colour, _by_camera)]
+    if target and controls:
+        signs += [f(sample.prompt, target, controls) for f in (_by_colour, _by_camera)]
     return [(SWAPPED, why) for why in signs if why] + sizes + contents
 
 # %% ../../nbs/data/04_pair_checks.ipynb #82ef227f
 NO_SIGN = ("no sign of swapped pairs in file names, captions, colours or camera data; this cannot be told "
            "from the images alone: look at three pairs")
 
-def swap_summary(swapped:int, pairs:int) -> str: # swapped: pairs with the mark
+def swap_summary(
+    swapped:int, # pairs with the mark `SWAPPED`
+    pairs:int, # that were looked at
+) -> str:
+    "How many pairs look swapped; if none does, that this proves nothing."
     return f"{swapped} of {pairs} pairs look swapped; look at them" if swapped else NO_SIGN
 
-def pairs_to_show(samples, n:int=3) -> list: # {index, id, before (paths), after (path), prompt}
+def pairs_to_show(
+    samples:Sequence["Sample"],
+    n:int=3,
+) -> list[dict]: # {index, id, before (paths), after (path), prompt}
     "A few samples, evenly spread."
     n = min(n, len(samples))
     at = [round(k * (len(samples) - 1) / max(1, n - 1)) for k in range(n)]

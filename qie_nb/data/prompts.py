@@ -31,7 +31,7 @@ class Sample:
     prompt_from: object = None # the `Path` of its own caption file, or text that names the place
 
 # %% ../../nbs/data/02b_prompts.ipynb #8536ca27
-_printed = set() # notes
+_printed: set[str] = set() # notes
 
 def _counted(n:int, thing:str) -> str:
     "A number and its noun."
@@ -116,7 +116,8 @@ def _has_word(prompt:str, word:str) -> bool:
     "Does a prompt contain a word, in any case?"
     prompt, word = nfc(prompt), nfc(word)
     for m in re.finditer(re.escape(word), prompt, re.I):
-        before, after = prompt[:m.start()][-1:], prompt[m.end():][:1]
+        before = prompt[:m.start()][-1:]
+        after = prompt[m.end():][:1]
         if not (before and _joined(before, word[0])) and not (after and _joined(word[-1], after)):
             return True
     return False
@@ -221,14 +222,16 @@ def with_prompts(
     said = text or own
     if bad and not said:
         raise _no_caption(found, bad)
-    source = "`data.prompt`" if said == own else f"{found.shared.name} of the data set"
+    source = "`data.prompt`"
+    if found.shared and said != own:
+        source = f"{found.shared.name} of the data set"
     rows, notes = found.rows, []
     added = ["`data.prompt` is not needed"] if prompt else []
     if bad:
         said = instruction(said, "prompt", source)
         rows = [r if r.prompt else r._replace(prompt=said, prompt_from=source) for r in rows]
         added = [f"{source} for {len(bad)} of {len(rows)}"]
-        if text:
+        if text and found.shared:
             notes += _lines_note(text, found.shared, {len(bad), len(rows)})
     out = [r._replace(prompt=add_trigger(r.prompt, trigger)) for r in rows]
     n = sum(a.prompt != b.prompt for a, b in zip(out, rows))

@@ -9,10 +9,10 @@ __all__ = ['LATENT', 'ONE_IMAGE', 'Request', 'ChosenTable', 'find_samples', 'con
 
 # %% ../../nbs/data/03_samples.ipynb #ac2e389a
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -34,12 +34,14 @@ from .sides import not_named, tables_among
 from .tables import Found, NoTable, prompt_file
 from .tables import read_dataset, read_table, table_captions, table_rows
 
+if TYPE_CHECKING:
+    from ..core.sections import DataSection
 
 # %% ../../nbs/data/03_samples.ipynb #c31a2fed
 class Request(NamedTuple):
     "What is asked of a data set besides its path."
     columns: dict|None = None # as for `find_samples`
-    target_dir: object = None
+    target_dir: str|Path|None = None
     control_dirs: tuple = ()
     optional: tuple = ("mask",) # what samples may lack
 
@@ -160,7 +162,8 @@ def _inner(root:Path) -> Path|None:
 # %% ../../nbs/data/03_samples.ipynb #1e8bf401
 def _found_here(root:Path, request:Request) -> Found|None:
     "The samples of a folder itself."
-    table, notes = None, []
+    table = None
+    notes: list[str] = []
     if not request.chosen:
         table, notes = _table_in(root, request)
     if table:
@@ -199,7 +202,9 @@ def _found(
 # %% ../../nbs/data/03_samples.ipynb #1e8bf402
 def _several(sets:list) -> Samples:
     "The samples of several data sets, with the number of their set."
-    samples, ignored, notes = [], [], []
+    samples: list[Sample] = []
+    ignored: list[tuple[str, str]] = []
+    notes: list[str] = []
     for n, found in enumerate(sets):
         samples += [replace(s, id=f"{n}/{s.id}") for s in found]
         ignored += [(f"{n}/{name}", why) for name, why in found.ignored]
@@ -240,7 +245,7 @@ def _none_found(path:Path, request:Request=Request()):
                      f"{remedy(path, sets)}{alone}")
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a25
-def _read(path:object, request:Request) -> Found:
+def _read(path:str|Path, request:Request) -> Found:
     "The samples at a path, as the user wrote it."
     if isinstance(path, str) and not visible(path):
         raise ValueError("`data.dataset_path` is empty; set it to the folder of your pairs, or to "
@@ -262,10 +267,10 @@ def _given_folders(target_dir:object, dirs:list) -> tuple: # (common folder, tar
     return os.path.commonpath(paths), paths[0], paths[1:]
 
 def find_samples(
-    path:object, # folder, table (.jsonl, .json, .csv, .tsv), `datasets.Dataset`, or a list of them
+    path:Any, # folder, table (.jsonl, .json, .csv, .tsv), `datasets.Dataset`, or a list of them
     columns:dict|None=None, # `dict(target=..., control=... or [...], prompt=..., mask=...)`
     target_dir:str|Path|None=None, # folder in `path`
-    control_dir:object=None, # folder in `path`, or a list
+    control_dir:str|Path|Iterable[str|Path]|None=None, # folder in `path`, or a list
     prompt:str|None=None, # for samples without a caption
     trigger_word:str|None=None, # put before each prompt that lacks it
     allow_missing_control:bool=False, # of targets that are trained on from their prompt alone
@@ -298,11 +303,11 @@ def find_samples(
 
 # %% ../../nbs/data/03_samples.ipynb #943e2a01
 def config_samples(
-    data:object, # the section `data` of a configuration
-    path:object=None, # another data set, e.g. `train.val_path`; its folders may have other names
+    data:"DataSection", # of a configuration
+    path:Any=None, # another data set, e.g. `train.val_path`; its folders may have other names
 ) -> Samples:
     "`find_samples` with the settings of a configuration."
-    names = dict(target_dir=data.target_dir, control_dir=data.control_dir)
+    names: dict[str, Any] = dict(target_dir=data.target_dir, control_dir=data.control_dir)
     if path:
         folders = data.control_dir if isinstance(data.control_dir, list) else [data.control_dir]
         root = path_from(path, "`train.val_path`") if isinstance(path, (str, Path)) else None
@@ -324,7 +329,8 @@ def leave_out(found:Samples, exclude:list) -> Samples: # ids
     return found
 
 # %% ../../nbs/data/03_samples.ipynb #6c7ea342
-def cached_size(source) -> tuple: # (width, height)
+def cached_size(source:Any) -> tuple[int, ...]: # as for `read_bytes`
+    "(width, height) of an image, remembered for an unchanged file."
     return tuple(remembered(source, "size", read_image_size))
 
 def _check_shape(mask, size): # (width, height) of its target
@@ -339,16 +345,24 @@ def _reasons(skipped:list) -> str: # of (sample id, reason)
     kinds = counted_reasons(skipped)
     return f"the first: {skipped[0][1]}" if len(kinds) == 1 else "; ".join(kinds)
 
-def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target and controls], [(id, reason)])
+def usable(
+    samples:"Samples|list[Sample]",
+    strict:bool=False, # is one unusable sample an error?
+) -> tuple["Samples", list[tuple], list[tuple[str, str]]]: # sizes of target and controls; (id, reason)
     "Separate samples with unusable images. Raises ValueError if all are, or with `strict` one is."
-    keep, sizes, skipped = [], [], []
+    keep = []
+    sizes = []
+    skipped = []
     for s in samples:
         try:
             size = tuple(cached_size(p) for p in (s.target, *s.controls))
-            if s.mask is not None: _check_shape(s.mask, size[0])
+            if s.mask is not None:
+                _check_shape(s.mask, size[0])
         except ValueError as e:
             skipped.append((s.id, str(e)))
-        else: keep.append(s); sizes.append(size)
+        else:
+            keep.append(s)
+            sizes.append(size)
     if strict and len(skipped) == 1: raise ValueError(skipped[0][1])
     if skipped and (strict or not keep):
         n = f"none of {len(skipped)} samples" if not keep else f"{len(samples) - len(keep)} of {len(samples)}"
@@ -358,7 +372,10 @@ def usable(samples, strict:bool=False) -> tuple: # (Samples, [sizes of target an
 # %% ../../nbs/data/03_samples.ipynb #dbe59df7
 class ImageChanged(ValueError): "An image file changed after it was digested."
 
-def open_unchanged(source, digest): # RGB PIL image
+def open_unchanged(
+    source:Any, # as for `read_bytes`
+    digest:str|None, # that it must have; None: any
+) -> Image.Image: # mode RGB
     "Open an image. Raises `ImageChanged` if its `source_digest` is not `digest`."
     data = read_bytes(source)
     if digest and source_digest(data) != digest:
@@ -368,23 +385,27 @@ def open_unchanged(source, digest): # RGB PIL image
 
 # %% ../../nbs/data/03_samples.ipynb #dbe59d01
 def load_images(
-    sample, geometry, # `Sample`, `Geometry`
-    digests=None, # `source_digest` that target and controls must have
-    open_file=open_unchanged, # function of (source, digest)
+    sample:"Sample", geometry:Geometry,
+    digests:Sequence[str]|None=None, # `source_digest` that target and controls must have
+    open_file:Callable[[Any, str|None], Image.Image]=open_unchanged, # of (source, digest)
 ) -> dict: # `image`: uint8 [H, W, 3] at its bucket's size; `control`: PIL images, cropped, not resized
     "A sample's images. Raises `ImageChanged` for a changed one."
     sources = sample.target, *sample.controls
-    pairs = zip(sources, digests or [None] * len(sources), strict=True)
-    image, *controls = [open_file(p, d) for p, d in pairs]
-    image = crop_to(image, geometry.aspect)
-    image = np.asarray(image.resize(geometry.target(image.size), Image.Resampling.LANCZOS))
-    return dict(image=image, control=[crop_to(c, geometry.aspect) for c in controls])
+    expected: Sequence[str|None] = digests or [None] * len(sources)
+    opened = [open_file(p, d) for p, d in zip(sources, expected, strict=True)]
+    target = crop_to(opened[0], geometry.aspect)
+    target = target.resize(geometry.target(target.size), Image.Resampling.LANCZOS)
+    return dict(image=np.asarray(target), control=[crop_to(c, geometry.aspect) for c in opened[1:]])
 
 # %% ../../nbs/data/03_samples.ipynb #e0c2450a
 LATENT = 8 # pixels per latent pixel along a side
 
-def load_mask(mask, size:tuple, aspect=None) -> np.ndarray: # uint8 [height / 8, width / 8]
-    "A mask as weights of latent pixels (255: full), for a target of this size in pixels and crop's `aspect`."
+def load_mask(
+    mask:Any, # an image, as for `read_bytes`
+    size:tuple[int, int], # of the target, in pixels
+    aspect:Sequence[float]|None=None, # of the crop
+) -> np.ndarray: # uint8 [height / 8, width / 8]
+    "A mask as weights of latent pixels (255: full). Raises ValueError if it is black everywhere."
     im = crop_to(read_mask(mask).image, aspect).resize(size, Image.Resampling.BOX)
     blocks = np.asarray(im, np.float32).reshape(size[1] // LATENT, LATENT, size[0] // LATENT, LATENT)
     out = blocks.mean((1, 3)).round().astype(np.uint8)
@@ -409,16 +430,16 @@ def control_images(samples:list) -> int: # `Sample`s
 
 # %% ../../nbs/data/03_samples.ipynb #ad6baf01
 def split_held_out(
-    samples:list,
-    fraction, # of the control images, 0 to 1; or their number; or `ONE_IMAGE`
+    samples:Sequence["Sample"],
+    fraction:Any, # of the control images, 0 to 1; or their number; or `ONE_IMAGE`
     seed:int=0,
-) -> tuple: # (training samples, validation samples)
-    "Split off validation pairs, grouped by their first control image."
+) -> tuple[list["Sample"], list["Sample"]]: # (training samples, held-out samples)
+    "Split off held-out pairs, grouped by their first control image."
     if not fraction: return list(samples), []
     first = _first_images(samples)
     asked = isinstance(fraction, float) # else only images that are there as controls
     groups = {d for s, d in zip(samples, first) if s.controls or asked}
-    groups = sorted(groups, key=lambda d: stable_seed(seed, d, "held out"))
+    in_order = sorted(groups, key=lambda d: stable_seed(seed, d, "held out"))
     wanted = 1 if fraction == ONE_IMAGE else fraction
     if asked:
         wanted = round(len(groups) * fraction)
@@ -426,9 +447,12 @@ def split_held_out(
     if n < 1:
         raise ValueError(f"`train.val_fraction` {fraction} needs at least two control images, got "
                          f"{len(groups)}; add pairs or set it to 0")
-    sides = [], []
-    for s, d in zip(samples, first): sides[d in groups[:n]].append(s)
-    return sides
+    training: list[Sample] = []
+    held_out: list[Sample] = []
+    for s, d in zip(samples, first):
+        side = held_out if d in in_order[:n] else training
+        side.append(s)
+    return training, held_out
 
 # %% ../../nbs/data/03_samples.ipynb #7b8a6f01
 def samples_of(
@@ -453,8 +477,8 @@ def samples_of(
 # %% ../../nbs/data/03_samples.ipynb #913f1e01
 def key_parts(
     prompt:str,
-    digests:list, # of the target and of each control
-    sizes:tuple, # (width, height) of each
+    digests:list[str], # of the target and of each control
+    sizes:Sequence[tuple], # (width, height) of each
     geometry:Geometry,
     identity:dict, # of the encoders
     edit_mask:bool=False, # with an entry for the weights of its loss?
@@ -462,14 +486,14 @@ def key_parts(
     "What each tensor of a sample depends on."
     g, who = geometry, identity
     image, *controls = digests
-    target, *sizes = sizes
+    target, *control_sizes = sizes
     parts = {"pixel_latent": image_parts(image, g.target(target), who, g.aspect)}
-    for n, (digest, size) in enumerate(zip(controls, sizes)):
+    for n, (digest, size) in enumerate(zip(controls, control_sizes)):
         parts[f"control_latent.{n}"] = image_parts(digest, g.control(size), who, g.aspect)
     if edit_mask:
         first = image_parts(controls[0], g.target(target), who, g.aspect)
         parts[EDIT_MASK] = edit_mask_parts(parts["pixel_latent"], first)
-    seen = controls, [g.vl(c) for c in sizes], who, g.aspect
+    seen: tuple = controls, [g.vl(c) for c in control_sizes], who, g.aspect
     if not who.get("prompts_see_images", True): # one embedding for all images
         seen = [], [], who
     parts[PREFIX] = prefix_parts(*seen)

@@ -80,7 +80,7 @@ def refuse_doubt(
     names:Iterable, # stems of the targets
 ):
     "Raises ValueError if two controls may belong to one target, and neither has its name."
-    close = {}
+    close: dict[str, list[str]] = {}
     for stem, p in held.items():
         if stem not in names and not side_of(stem).number:
             close.setdefault(_any_side(stem), []).append(p.name)
@@ -150,18 +150,22 @@ class Sides(NamedTuple):
     controls: list
     note: str = ""
 
+def _begins_a_name(folder:Path, others:list[Path]) -> bool:
+    "Does the name of one of the others begin with the folder's?"
+    return any(other.name.startswith(folder.name) for other in others)
+
 def guess_sides(
     folders:list,
     root:Path|None=None, # their folder, if it holds images itself
 ) -> Sides|None: # None if the names leave a doubt
     "The sides by the words in the names."
-    of = {"after": [], "before": [], "edit": [], "mask": [], "": []}
+    of: dict[str, list[Path]] = {"after": [], "before": [], "edit": [], "mask": [], "": []}
     for d in folders:
         of[_says(d)].append(d)
     rest = of[""] or ([root] if root else [])
     targets = of["after"]
     if not targets and of["before"]:
-        twins = [d for d in rest if any(c.name.startswith(d.name) for c in of["before"])]
+        twins = [d for d in rest if _begins_a_name(d, of["before"])]
         targets = of["edit"] or (twins if len(rest) > 1 else rest)
     controls = sorted(of["before"], key=_number_of)
     if not controls and len(rest) == 1 and not of["edit"]:
@@ -220,10 +224,10 @@ def _target_of(root:Path, leave:set) -> Path|None:
     found = [d for d in found if d.name.lower() not in _PLAIN] or found
     if len(found) < 2:
         return found[0] if found else None
-    *names, last = (repr(printable(d.name)) for d in found)
-    raise ValueError(f"{', '.join(names)} and {last} may {'both' if len(found) == 2 else 'all'} "
-                     "hold the "
-                     "targets; set `data.target_dir`")
+    names = [repr(printable(d.name)) for d in found]
+    count = "both" if len(found) == 2 else "all"
+    raise ValueError(f"{', '.join(names[:-1])} and {names[-1]} may {count} hold the targets; "
+                     "set `data.target_dir`")
 
 def _order_note(controls:list) -> str:
     "Names the order of folders of which the names do not tell it."
@@ -292,7 +296,7 @@ def _plain(column:str) -> str:
 
 def _numbered_columns(names:list, pattern:str) -> list: # in the order of their numbers
     "The columns whose whole name fits; of two with one number the first."
-    found = {}
+    found: dict[int, str] = {}
     for c in names:
         m = re.fullmatch(pattern, _plain(c))
         if m:
@@ -335,7 +339,7 @@ def _guessed_sides(names:list, got:dict):
         got["control"] = either[:1] or _numbered_columns(names, r"image_?(\d+)")
     numbered = _numbered_columns(names, r"image_?([12])")
     if not got["target"] and not got["control"] and len(numbered) == 2:
-        got["control"], got["target"] = [[c] for c in numbered]
+        got["control"], got["target"] = numbered[:1], numbered[1:]
 
 def match_columns(
     names:list, # columns
@@ -461,14 +465,14 @@ def not_named(
 ) -> list: # (name, reason)
     "Images and tables in the folders of a table that it does not name."
     root = table.parent
-    used = set()
+    used: set[str] = set()
     for row in rows:
         images = (row.target, *row.controls, row.mask)
         used.update(os.path.normpath(p) for p in images if p)
     folders = {os.path.dirname(p) for p in used}
     out = []
     for d in folders:
-        rest = [p for p in entries_of(d) if os.path.normpath(p) not in used and is_image(p)]
+        rest = [p for p in entries_of(Path(d)) if os.path.normpath(p) not in used and is_image(p)]
         out += [(p, f"not in {table.name}") for p in rest]
     for p in entries_of(root):
         if p.suffix.lower() in TABLE_SUFFIXES and p != table and not is_hidden(p):

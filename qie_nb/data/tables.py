@@ -9,9 +9,9 @@ __all__ = ['NO_CONTROL', 'text_of', 'instruction', 'NoTable', 'table_rows', 'Mov
 # %% ../../nbs/data/01_tables.ipynb #ae4560f4
 import json, os, re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.files import nfc, visible
 from ..core.text_files import CAPTION_BYTES, TABLE_BYTES, parse_csv, parse_json
@@ -97,11 +97,15 @@ def _json_rows(held:object) -> list:
     lists = [v for v in held.values() if isinstance(v, list) and v and isinstance(v[0], dict)]
     return lists[0] if lists else list(held.values())
 
+def _counts_of_marks(line:str) -> list[int]:
+    "How often a line has each mark that may separate cells."
+    return [line.count(mark) for mark in ",;\t|"]
+
 def _looks_like_csv(text:str) -> bool:
     "Have the first two lines the same commas, semicolons or tabs, and no brackets?"
     first, second = (text.lstrip() + "\n\n").split("\n")[:2]
-    counts = [[line.count(mark) for mark in ",;\t|"] for line in (first, second)]
-    return first[:1] not in ("{", "[") and any(a and a == b for a, b in zip(*counts))
+    counts = zip(_counts_of_marks(first), _counts_of_marks(second))
+    return first[:1] not in ("{", "[") and any(a and a == b for a, b in counts)
 
 def _rows_of(text:str, suffix:str) -> list: # of (number, row)
     "The rows of a table by its content; the suffix decides only where the content leaves a doubt."
@@ -145,8 +149,9 @@ def table_rows(path:Path) -> list: # of (number, dict)
 # %% ../../nbs/data/01_tables.ipynb #2a1f89fc
 def _parts(name:object) -> list:
     "The parts of an absolute path."
-    absolute = isinstance(name, str) and re.match(r"[A-Za-z]:[\\/]|[\\/]", name)
-    return re.split(r"[\\/]+", visible(name)) if absolute else []
+    if not isinstance(name, str) or not re.match(r"[A-Za-z]:[\\/]|[\\/]", name):
+        return []
+    return re.split(r"[\\/]+", visible(name))
 
 def _same_here(root:Path, name:str, local:str) -> bool:
     "Is `local` in the data set the file that a table calls `name`?"
@@ -157,11 +162,11 @@ def _same_here(root:Path, name:str, local:str) -> bool:
     return not end.is_file or end.path == here.path
 
 def _old_root(
-    name:object, # a path of the table
+    name:Any, # a path of the table, or another value of its column
     root:Path,
     least:int, # parts that must stay
-) -> tuple: # or None
-    "The first parts of a path, without which it exists in the data set."
+) -> tuple[str, ...]|None:
+    "The first parts of a path, without which it exists in the data set; None if it has none."
     parts = _parts(name)
     if not parts or (is_inside(root, name) and end_of(root/name).is_file):
         return None
@@ -175,18 +180,21 @@ class Moved:
     def __init__(self,
         root:Path, # folder of the table
     ):
-        self.root, self.roots = root, {}
+        self.root = root
+        self.roots: dict[tuple[str, ...], None] = {}
 
     def learn(self,
-        names:Iterable, # some paths of a column
+        names:Iterable[object], # some paths of a column
         least:int, # parts that must stay: 1, for a control 2
     ):
         "Look for the first folders of other paths."
-        old = next((r for r in (_old_root(n, self.root, least) for n in names) if r), None)
-        if old:
-            self.roots[old] = None
+        for name in names:
+            old = _old_root(name, self.root, least)
+            if old:
+                self.roots[old] = None
+                return
 
-    def local(self, name:object) -> object:
+    def local(self, name:Any) -> Any: # a path of the table, or another value of its column
         "The path here."
         parts = _parts(name) if self.roots else []
         if not parts or (is_inside(self.root, name) and end_of(self.root/name).is_file):
@@ -284,16 +292,16 @@ class TableReader(NamedTuple):
         mask = None if _is_missing(mask) else self.path(mask, where)
         controls = tuple(self.path(name, where) for name in names)
         prompt = _prompt(row.get(got.get("prompt")), nfc(target.stem), where)
-        return Row(n, target, controls, prompt, mask, where)
+        return Row(str(n), target, controls, prompt, mask, where)
 
 # %% ../../nbs/data/01_tables.ipynb #3ce5618c
 class Found(NamedTuple):
     "Samples as a folder or a table has them."
     rows: list # of `Row`
     layout: str
-    ignored: list = () # (name, reason)
-    notes: list = () # what was guessed
-    shared: Path = None # file with one prompt for all
+    ignored: Sequence[tuple[str, str]] = () # (name, reason)
+    notes: Sequence[str] = () # what was guessed
+    shared: Path|None = None # file with one prompt for all
 
 def prompt_file(folder:Path) -> Path|None:
     "A folder's prompt.txt."
@@ -304,7 +312,8 @@ def _with_ids(rows:list, table:Path) -> list: # of `Row`
     "Rows with the name of their target, or its path where two have one name."
     stems = [nfc(row.target.stem) for row in rows]
     count = Counter(stems)
-    out, seen = [], {}
+    out = []
+    seen: dict[str, str] = {} # {id: number of its row}
     for row, stem in zip(rows, stems):
         name = stem
         if count[stem] > 1:
@@ -330,8 +339,8 @@ def _some_names(rows:list, column:str, root:Path) -> list:
 
 def _has_images(names:list, root:Path, moved:Moved) -> bool:
     "Are there image files of these names?"
-    names = (n for n in names if isinstance(n, str) and _named_image(visible(n)))
-    return any(end_of(root/moved.local(visible(n))).is_file for n in names)
+    images = (n for n in names if isinstance(n, str) and _named_image(visible(n)))
+    return any(end_of(root/moved.local(visible(n))).is_file for n in images)
 
 def _moved_of(rows:list, got:dict, root:Path) -> Moved:
     "What the first rows tell about paths of other machines."
@@ -374,6 +383,10 @@ def read_table(
     return Found(_with_ids(found, path), layout_of(f"{path.name}: ", got, names), (), notes, shared)
 
 # %% ../../nbs/data/01_tables.ipynb #9fc02fad
+def _is_one_text(held:list[tuple[str, str]]) -> bool: # (prompt, row)
+    "Do all rows give the same prompt?"
+    return all(text == held[0][0] for text, _ in held)
+
 def table_captions(path:Path) -> dict: # {name of an image without suffix: (prompt, row)}
     "The prompts of a table by the names of their images, also without their first folders."
     rows = table_rows(path)
@@ -382,7 +395,8 @@ def table_captions(path:Path) -> dict: # {name of an image without suffix: (prom
     prompt = matching_columns(names, "prompt")
     if not image or not prompt:
         return {}
-    out, seen = {}, {}
+    out: dict[str, list[tuple[str, str]]] = {}
+    seen: dict[str, str] = {}
     for n, row in rows:
         file = row.get(image[0])
         where = f"row {n} of {path.name!r}"
@@ -395,7 +409,7 @@ def table_captions(path:Path) -> dict: # {name of an image without suffix: (prom
             raise ValueError(f"{where} gives {file!r} a second prompt; keep one of them")
         for i in range(len(parts)):
             out.setdefault("/".join(parts[i:]), []).append((text, where))
-    return {name: held[0] for name, held in out.items() if len({text for text, _ in held}) == 1}
+    return {name: held[0] for name, held in out.items() if _is_one_text(held)}
 
 # %% ../../nbs/data/01_tables.ipynb #be4b9613
 def _image_kind(feature:object) -> str|None: # "one" or "many"
@@ -407,7 +421,7 @@ def _image_kind(feature:object) -> str|None: # "one" or "many"
         inner = feature[0]
     return "many" if type(inner).__name__ == "Image" else None
 
-def _split_of(data:object) -> object:
+def _split_of(data:Any) -> Any: # of `datasets`
     "The train split of a `DatasetDict`."
     if not hasattr(data, "keys"):
         return data
@@ -417,11 +431,11 @@ def _split_of(data:object) -> object:
                          "give one of them")
     return data[name]
 
-def _column(rows:object, name:str) -> object:
+def _column(rows:Any, name:str) -> Any: # a `datasets.Dataset` in "arrow" format; a `ChunkedArray`
     "One column; the others are not loaded."
     return rows.select_columns([name])[:].column(name)
 
-def _list_indices(rows:object, name:str, kind:str) -> list:
+def _list_indices(rows:Any, name:str, kind:str) -> list:
     "Of each row: the indices of its images, or [None] for a single one."
     if kind == "one":
         return [[None] if ok else [] for ok in _column(rows, name).is_valid().to_pylist()]
@@ -442,7 +456,7 @@ def _kinds(features:dict, got:dict) -> dict: # {column: "one" or "many"}
 
 # %% ../../nbs/data/01_tables.ipynb #be86e301
 def read_dataset(
-    data:object, # a `datasets.Dataset` or `DatasetDict`
+    data:Any, # a `datasets.Dataset` or `DatasetDict`
     columns:dict|None=None, # as for `match_columns`
     optional:Iterable=("mask",),
 ) -> Found:

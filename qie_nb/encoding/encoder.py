@@ -10,7 +10,7 @@ __all__ = ['ImageSet', 'image_set', 'PromptEmbedding', 'Encoded', 'Encoder', 'en
 import hashlib
 from collections.abc import Callable
 from functools import cache, cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -42,7 +42,7 @@ def image_set(
 # %% ../../nbs/encoding/02_encoder.ipynb #3a8e5f74
 class PromptEmbedding(NamedTuple):
     "An embedding in two parts, or whole."
-    prefix: torch.Tensor # [P, D] or None
+    prefix: torch.Tensor|None # [P, D]
     rest: torch.Tensor   # [S, D] after the prefix, or the whole embedding
 
     @property
@@ -51,7 +51,7 @@ class PromptEmbedding(NamedTuple):
         return self.rest if self.prefix is None else torch.cat([self.prefix, self.rest])
 
 # %% ../../nbs/encoding/02_encoder.ipynb #2088ad3b
-_reported = set() # folders: once in a process
+_reported: set[str] = set() # folders: once in a process
 _SWITCHES = dict(vae_2d="`vae_2d` of the encoder", share_prompt_prefix="`share_prefix` of the encoder",
                  batch_size="`cache.batch_size`")
 
@@ -59,7 +59,7 @@ class Encoded(NamedTuple):
     "A tensor to store."
     entry: CacheEntry
     tensor: torch.Tensor
-    prefix: str = None # key of its prompt prefix
+    prefix: str|None = None # key of its prompt prefix
 
 class Encoder:
     "Encodes images and prompts, and stores what a data set lacks if there is a cache."
@@ -82,8 +82,8 @@ class Encoder:
         self.devices = dict(vae=vae_device or "cpu", text_encoder=text_device or "cpu")
         self.calls = dict(vae=0, prefix=0, text_encoder=0) # images, image sets and prompts encoded
         self.stored = 0 # cache entries written
-        self._last_images = None # what identifies the last prefix's images
-        self._last_prefix = None
+        self._last_images: list[str]|None = None # what identifies the last prefix's images
+        self._last_prefix: Prefix|None = None
 
     @cached_property
     def batch_size(self) -> int:
@@ -139,7 +139,7 @@ class Encoder:
     ) -> dict: # {id of an entry: CPU tensor}, embeddings whole
         "Encode missing tensors and store each; a process that dies loses at most one job."
         inputs = cache(read)
-        made = {}
+        made: dict[tuple[str, str], torch.Tensor] = {}
         for job in jobs_of(tensors, self.batch_size):
             for encoded in encode_job(self, job, inputs):
                 self.save(encoded)
@@ -156,7 +156,7 @@ class Encoder:
         "Encode and store the named tensors of samples."
         tensors = [t for i, names in missing.items() for t in missing_tensors(dataset, i, names)]
         made = self.fill(tensors, partial(sample_inputs, dataset))
-        found = {i: {} for i in missing}
+        found: dict[int, dict[str, torch.Tensor]] = {i: {} for i in missing}
         for t in tensors:
             if t.entry.id in made:
                 found[t.sample][t.name] = made[t.entry.id]
@@ -209,18 +209,22 @@ class Encoder:
             part.to(self.devices["vae"])
         return vae
 
-    def _text_encoder(self) -> tuple: # (text encoder, processor)
+    def _text_encoder(self) -> tuple[Any, Any]: # of transformers
+        "Text encoder and processor."
         return self.place("text_encoder"), self.components.get(self.components.variant.processor)
 
-    def _prefix(self, image_sets) -> Prefix: # the last one is kept
+    def _prefix(self, image_sets:list[ImageSet]) -> Prefix:
+        "The prompt prefix of some images; the last one is kept."
         images = [s.known_by for s in image_sets]
-        if self._last_images != images:
-            self._last_images = self._last_prefix = None # free it before the next one is computed
-            seen = [s.read() for s in image_sets]
-            self._last_prefix = self.components.variant.encode_prefix(*self._text_encoder(), seen)
-            self._last_images = images
-            self.calls["prefix"] += len(seen)
-        return self._last_prefix
+        if self._last_prefix is not None and self._last_images == images:
+            return self._last_prefix
+        self._last_images = self._last_prefix = None # free it before the next one is computed
+        seen = [s.read() for s in image_sets]
+        prefix = self.components.variant.encode_prefix(*self._text_encoder(), seen)
+        self._last_images = images
+        self._last_prefix = prefix
+        self.calls["prefix"] += len(seen)
+        return prefix
 
     def save(self, encoded:Encoded):
         "Store a tensor, except a prefix that the cache has."

@@ -8,10 +8,11 @@ __all__ = ['MissingTensor', 'missing_tensors', 'lacking', 'SampleInputs', 'sampl
 
 # %% ../../nbs/encoding/01_jobs.ipynb #903a6228
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -21,6 +22,10 @@ from ..data.dataset import ImageDataset
 from ..data.images import Geometry
 from ..models.encoders import VLImages, vl_images
 
+if TYPE_CHECKING:
+    from ..devices.edit_model import EditModel
+    from ..models.variants.base import Variant
+
 # %% ../../nbs/encoding/01_jobs.ipynb #2fa00c72
 class MissingTensor(NamedTuple):
     "A tensor that the cache lacks."
@@ -29,7 +34,7 @@ class MissingTensor(NamedTuple):
     entry: CacheEntry  # where it will be stored
     size: tuple        # (width, height) that the VAE gets; of a prompt: of each image that the text encoder gets
     prompt: str = ""   # of an embedding
-    prefix: CacheEntry = None # of an embedding or a prefix: the prefix's entry
+    prefix: CacheEntry|None = None # of an embedding or a prefix: the prefix's entry
 
     @property
     def kind(self) -> str:
@@ -80,7 +85,7 @@ class SampleInputs:
         self.control = images["control"]
         self.geometry = geometry
         self.digests = digests
-        self._pixels = {}
+        self._pixels: dict[str, torch.Tensor] = {} # {name of a latent: the VAE's input}
 
     def names(self) -> list:
         "Names of its latents."
@@ -97,7 +102,11 @@ class SampleInputs:
         size = self.image(name).size
         return size if name == "pixel_latent" else self.geometry.control(size)
 
-    def pixels(self, name:str, vae, variant) -> torch.Tensor:
+    def pixels(self,
+        name:str, # of a latent
+        vae:Any, # of diffusers
+        variant:"Variant",
+    ) -> torch.Tensor:
         "The VAE's input for a latent."
         if name not in self._pixels:
             self._pixels[name] = variant.pixels(vae, self.image(name), self.size(name))
@@ -108,7 +117,7 @@ class SampleInputs:
         "The control images at the text encoder's size."
         return vl_images(self.control, self.geometry)
 
-    def prepare(self, name:str, components):
+    def prepare(self, name:str, components:"EditModel") -> None:
         "Compute the input for the tensor of this name, if its processor is loaded."
         if "prompt" in name:
             components.variant.prepare_images(components, self.vl)
@@ -136,12 +145,12 @@ def jobs_of(
 ) -> list: # of `EncodeJob`: latents first, then what is made of them
     "Group missing tensors into jobs, each distinct cache entry once."
     listed = set()
-    units_by_size = {} # {(kind, size): {key of a unit: its tensors}}
+    units_by_size: dict[tuple, dict[str, list[MissingTensor]]] = {} # {(kind, size): {key of a unit: its tensors}}
     for t in tensors:
         if t.entry.id in listed:
             continue
         listed.add(t.entry.id)
-        unit = t.prefix.key if t.kind == "prompt" else t.entry.key
+        unit = t.prefix.key if t.kind == "prompt" and t.prefix else t.entry.key
         units_by_size.setdefault((t.kind, t.size), {}).setdefault(unit, []).append(t)
     jobs = []
     for kind in ("latent", "mask", "prompt"):
@@ -166,12 +175,12 @@ def plan_encoding(
     batch_size:int=1, # image sets encoded at once
 ) -> list: # of groups: lists of `WorkItem` that are encoded together
     "Group samples into work items."
-    samples_by_images = {}
+    samples_by_images: dict[str, list[int]] = {}
     for i in missing:
         # without controls, each target is an image set of its own
         images = PREFIX if dataset.samples[i].controls else "pixel_latent"
         samples_by_images.setdefault(dataset.keys(i)[images].key, []).append(i)
-    groups = {}
+    groups: dict[Any, list[WorkItem]] = {} # by what is encoded together
     for lock, samples in samples_by_images.items():
         seen = tuple(dataset.geometry.vl(size) for size in dataset.sizes[samples[0]][1:])
         together = (dataset.bucket(samples[0]), seen) if batch_size > 1 else lock
@@ -203,11 +212,15 @@ def incomplete(work:list) -> list: # groups of `WorkItem`
     return left
 
 # %% ../../nbs/encoding/01_jobs.ipynb #6480ba59
-def count_samples(groups:list) -> int:
+def count_samples(groups:Iterable[list[WorkItem]]) -> int:
     "Samples in groups of work items."
     return sum(len(item.samples) for group in groups for item in group)
 
 _TASK = 16 # samples at most, unless a group has more
+
+def _samples_of(group:list[WorkItem]) -> list[int]:
+    "The samples of a group of work items."
+    return [i for item in group for i in item.samples]
 
 def tasks_of(
     work:list, # groups of `WorkItem`
@@ -215,9 +228,9 @@ def tasks_of(
 ) -> list: # of lists of samples
     "Groups of work items as tasks, several for each worker if possible."
     most = max(1, min(_TASK, count_samples(work) // (4 * workers)))
-    tasks = [[]]
+    tasks: list[list[int]] = [[]]
     for _, same_images in groupby(work, lambda group: group[0].lock):
-        groups = [[i for item in group for i in item.samples] for group in same_images]
+        groups = [_samples_of(group) for group in same_images]
         if len(tasks[-1]) + sum(map(len, groups)) > most:
             tasks.append([])
         for samples in groups:

@@ -9,11 +9,13 @@ __all__ = ['Report', 'EntrySizes', 'bytes_needed', 'check_space', 'RecentImages'
 # %% ../../nbs/encoding/03_precompute.ipynb #866d1fc0
 import errno, json, threading, time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -27,7 +29,7 @@ from ..core.files import DiskFull, block_size, megabytes
 from ..data.dataset import ImageDataset
 from ..data.samples import ImageChanged, open_unchanged
 from .encoder import Encoder
-from .jobs import (SampleInputs, count_samples, incomplete, jobs_of, lacking, plan_encoding,
+from .jobs import (SampleInputs, WorkItem, count_samples, incomplete, jobs_of, lacking, plan_encoding,
                                   shard)
 
 # %% ../../nbs/encoding/03_precompute.ipynb #eb185211
@@ -111,9 +113,9 @@ def bytes_needed(
 # %% ../../nbs/encoding/03_precompute.ipynb #f56bc1e6
 def check_space(
     entries:list, # bytes of each
-    table:list, # bytes of each entry of the modulation table
-    folder,
-):
+    table:Sequence[int], # bytes of each entry of the modulation table
+    folder:str|Path,
+) -> None:
     "Report what a job will write. Raises `DiskFull` if there is less room."
     free = detect_environment().free_space(folder)
     block = block_size(folder)
@@ -132,7 +134,7 @@ class RecentImages:
     "Decodes image files; keeps the last `n` by digest."
     def __init__(self, n:int=8):
         self.n = n
-        self.images = OrderedDict()
+        self.images: OrderedDict[Any, Any] = OrderedDict()
         self.lock = threading.Lock()
 
     def __call__(self, source, digest:str) -> Image.Image:
@@ -163,7 +165,7 @@ class Prefetch:
 
     def __call__(self, work:list): # yields (group, function of a sample: `SampleInputs`)
         "The groups of `work`, each with a reader of its samples."
-        waiting = deque()
+        waiting: deque = deque() # (group, future of its images)
         for group in work:
             waiting.append((group, self.pool.submit(self.read, self.unread(group))))
             while count_samples(group for group, _ in waiting) > self.n:
@@ -235,7 +237,8 @@ class Filling:
 
     def encode_group(self, group:list, read:Callable) -> list: # items that other processes are encoding
         "Encode the items whose locks are free."
-        mine, busy = [], []
+        mine: list[WorkItem] = []
+        busy: list[WorkItem] = []
         with ExitStack() as locks:
             for item in group:
                 locked = locks.enter_context(file_lock(self.encoder.cache.cache_dir/".locks", item.lock))
@@ -288,7 +291,7 @@ def _verify(cache, kind, key, report):
 
 def scan_cache(
     dataset:ImageDataset, # refreshed
-    indices, # of samples
+    indices:Sequence[int], # of samples
     verify:bool, # read the entries that are there?
     report:Report, # gets the damaged entries and the samples that cannot be read
 ) -> dict: # {sample: names of tensors}
@@ -300,7 +303,7 @@ def scan_cache(
         try:
             for entry in dataset.keys(i).values() if verify else ():
                 if entry.id not in verified:
-                    _verify(dataset.cache, *entry.id, report)
+                    _verify(dataset.cache, entry.kind, entry.key, report)
                 verified.add(entry.id)
             missing[i] = dataset.missing(i)
         except (ValueError, OSError) as e:
@@ -334,7 +337,7 @@ def precompute(
     end:int|None=None, # one past the last; None: all
     verify:bool=True, # check entries before reusing them?
     prefetch:int=4, # samples whose images are read in advance
-    table:list=(), # bytes of the modulation table's entries, written later
+    table:Sequence[int]=(), # bytes of the modulation table's entries, written later
     share:Callable|None=None, # does the work elsewhere, as `RayCluster.encode_all`; default: here
 ) -> Report:
     "Fill the cache with everything that training on these samples reads."

@@ -238,7 +238,7 @@ MUTATIONS = {
                "QwenImageEditPipeline._unpack_latents(tokens, w, h, vae_scale_factor=1).mT")]),
     "a prefix kept after its images changed": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "Encoder._prefix",
-               "self._last_images != images", "self._last_prefix is None")]),
+               "self._last_images == images", "True")]),
     "a prefix known by its pixels alone": Mutation("tests/encoding/test_precompute.py", [
         Change("encoding/encoder", "image_set",
                "repr(p.size).encode() + p.tobytes()", "p.tobytes()")]),
@@ -472,7 +472,7 @@ MUTATIONS = {
     "scales of both directions exchanged": Mutation("tests/data/test_alignment.py", [
         Change("data/alignment", "_alignment", "t[:4]", "(t[0], t[1], t[3], t[2])")]),
     "zoom is no misfit": Mutation("tests/data/test_alignment.py::test_words_of_the_report", [
-        Change("data/alignment_check", "misfits", "max(ZOOMED, 1 / side)", "1.")]),
+        Change("data/alignment_check", "CheckedPair.misfits", "max(ZOOMED, 1 / side)", "1.")]),
     "kept alignments known by the target alone": Mutation(
         "tests/data/test_alignment.py::test_the_control_that_fits_counts", [
         Change("data/alignment_check", "_kept",

@@ -126,7 +126,7 @@ MUTATIONS: dict[str, Mutation] = {
                "f\"{s//3600}:{s%3600//60:02} h\"", "f\"{s//3600}:{s%60:02} h\"")]),
     "further kinds of reasons are not counted": Mutation("tests/core/test_display.py", [
         Change("core/display", "counted_reasons",
-               "sum(map(len, list(kinds.values())[most:]))", "len(list(kinds.values())[most:])")]),
+               "sum(len(found) for found in list(kinds.values())[most:])", "len(list(kinds.values())[most:])")]),
     "an incomplete cache is not marked": Mutation("tests/core/test_display.py", [
         Change("core/display", "_badges", "complete < n", "complete > n")]),
     "the written layer of a cache is called read-only": Mutation(
@@ -194,16 +194,13 @@ MUTATIONS: dict[str, Mutation] = {
                "[psutil.virtual_memory().total]")]),
     "a quota hides a full disk": Mutation(
         "tests/core/test_environment.py::test_free_space_is_the_smaller_of_disk_and_quota", [
-        Change("core/environment", "free_space",
+        Change("core/environment", "Environment.free_space",
                "min(room, max(0, self.quota - used_bytes(self.working)))",
                "max(0, self.quota - used_bytes(self.working))")]),
     "an attached cache is the one that is written": Mutation(
         "tests/core/test_environment.py::test_next_session_resumes_from_attached_files", [
-        Change("core/environment", "cache_dirs",
-               "[str(f.path) for f in self.fitting(\"cache\", config) "
-               "if f.attached and f.path != own] + [str(own)]",
-               "[str(own)] + [str(f.path) for f in self.fitting(\"cache\", config) "
-               "if f.attached and f.path != own]")]),
+        Change("core/environment", "Environment.cache_dirs",
+               "(*others, folder)", "(folder, *others)")]),
     "downloads on Kaggle are kept twice": Mutation(
         "tests/core/test_startup.py::test_downloads_are_kept_in_pieces_except_on_kaggle", [
         Change("core/startup", "on_kaggle",

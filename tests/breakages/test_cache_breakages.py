@@ -36,8 +36,8 @@ BREAKAGES = {
     "prompt not in a prompt's key": Breakage(["edits_scripted"], [
         Change("cache", "prompt_parts", 'prompt if prompt.strip() else " "', '" "')]),
     "the target's size in a prompt's key": Breakage(["edits_scripted"], [
-        Change("data/samples", "key_parts", "[g.vl(c) for c in sizes], who, g.aspect",
-               "[g.vl(c) for c in sizes], who, g.image_size")]),
+        Change("data/samples", "key_parts", "[g.vl(c) for c in control_sizes], who, g.aspect",
+               "[g.vl(c) for c in control_sizes], who, g.image_size")]),
     "the dtype not in a key": Breakage(["edits_of_the_model"], [
         Change("cache", "image_parts", ', dtype=identity["dtype"]', "")]),
     "the template not in a key": Breakage(["edits_of_the_model"], [
@@ -57,8 +57,9 @@ BREAKAGES = {
         Change("core/files", "file_lock", "lock.acquire()", "pass")]),
     "claims that outlive their owner": Breakage(["crowd_of_2", "crowd_of_4"], [
         Change("core/files", "file_lock",
-               "lock.acquire()",
-               "os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n"
+               "try: lock.acquire()",
+               "try:\n"
+               "    os.close(os.open(lock.lock_file + '.held', os.O_CREAT | os.O_EXCL))\n"
                "except FileExistsError: yield False; return"),
         Change("core/files", "file_lock",
                "lock.release()", "os.unlink(lock.lock_file + '.held')")]),
@@ -66,7 +67,7 @@ BREAKAGES = {
         Change("core/files", "atomic_path", "if full", "if False")]),
     "what is missing rounded off": Breakage(["full_disk"], [
         Change("core/files", "megabytes",
-               'f"{(math.ceil if up else math.floor)(n/1e5)/10:.1f} MB"', 'f"{n/1e6:.1f} MB"')]),
+               'f"{round_it(n/1e5)/10:.1f} MB"', 'f"{n/1e6:.1f} MB"')]),
     "everything can be written": Breakage(["read_only_loose", "read_only_packed"], [
         Change("cache", "EmbeddingCacheManager.writable",
                "not self.layers[-1].packed and os.access(folder, os.W_OK)", "True")]),
