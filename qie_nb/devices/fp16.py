@@ -259,7 +259,8 @@ def enable_fp16(
         first = n * len(PLACES)
         for name, m in _layers(block).items():
             m.fp16 = LayerStats(stats, first + PLACES.index(name))
-            m.__class__ = fp16_class(type(m))
+            own_class: Any = type(m)
+            m.__class__ = fp16_class(own_class)
             if "_old_forward" in m.__dict__:
                 m._old_forward = MethodType(type(m).forward, m) # for accelerate
         own = type(block.attn.processor)

@@ -353,7 +353,7 @@ def use_modulation_table(
     return transformer
 
 def table_of(
-    transformer:nn.Module,
+    transformer:nn.Module|None,
 ) -> ModulationTable|None:
     "The modulation table that a transformer uses; None: it has its layers."
     return getattr(getattr(transformer, "lookup", None), "table", None)

@@ -363,7 +363,7 @@ MUTATIONS = {
                "")]),
     "negative prompt of the first edit": Mutation("tests/test_predict.py::test_each_edit_of_a_list_has_its_own_negative_prompt", [
         Change("sampling/edits", "encode_edits",
-               "text(k, e.negative)", "text(k, edits[0].negative)")]),
+               "texts[_encoded_as(e.negative)] if guidance", "texts[_encoded_as(edits[0].negative)] if guidance")]),
     "generator of the caller not used": Mutation("tests/test_predict.py::test_a_generator_of_the_caller_draws_the_noise", [
         Change("sampling/denoising", "start_noise", "generator or", "")]),
     "shift without the overrides": Mutation("tests/test_predict.py", [
@@ -399,7 +399,7 @@ MUTATIONS = {
         Change("devices/strategies/offload", "OffloadedInputs.put",
                "if t.is_cuda: t.record_stream(self.streams.side)", "")]),
     "a block computes before its copy": Mutation("tests/devices/test_block_swap.py", [
-        Change("devices/strategies/block_swap", "prepare_block",
+        Change("devices/strategies/block_swap", "BlockSwap.prepare_block",
                "self.streams.wait(self.events[n % len(self.slots)])", "pass")]),
     "what other processes have trained is never loaded": Mutation("tests/devices/test_edit_model.py", [
         Change("devices/edit_model", "EditModel.get", "self.finish_postponed()", "pass")]),
