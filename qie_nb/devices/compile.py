@@ -7,8 +7,10 @@ __all__ = ['BACKEND', 'MODES', 'keep_all', 'recompute', 'recompute_but_attention
            'processor_class', 'change_processor', 'set_up', 'attention_kernel', 'watch_attention']
 
 # %% ../../nbs/devices/03_compile.ipynb #9c004906
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -16,11 +18,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .placement import is_out_of_memory
 
 # %% ../../nbs/devices/03_compile.ipynb #0b599b6e
-def keep_all(block, *args):
+def keep_all(block:Any, *args:Any) -> Any:
     "Run a block and keep everything for the backward pass."
     return block._call_impl(*args)
 
-def recompute(block, *args, random=False, **kw): # random: does the block draw random numbers?
+def recompute(
+    block:Any,
+    *args:Any, # of the block
+    random:bool=False, # does the block draw random numbers?
+    **kw:Any, # of `checkpoint`
+) -> Any: # as of the block
     "Run a block and keep only its input."
     return checkpoint(block._call_impl, *args, use_reentrant=False, preserve_rng_state=random, **kw)
 
@@ -30,25 +37,32 @@ def _keep_attention():
     found = (getattr(torch.ops.aten, f"_scaled_dot_product_{n}", None) for n in names)
     return create_selective_checkpoint_contexts([op.default for op in found if op is not None])
 
-def recompute_but_attention(block, *args, random=False):
+def recompute_but_attention(block:Any, *args:Any, random:bool=False) -> Any:
     "Run a block and keep its input and the attention output: twice the memory of `recompute`."
     return recompute(block, *args, random=random, context_fn=_keep_attention)
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f0601
-def _has_dropout(model): return any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
+def _has_dropout(model:torch.nn.Module) -> bool:
+    "Does the adapter draw random masks?"
+    return any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())
+
+def _is_hooked(m:torch.nn.Module) -> bool:
+    "Does something run before or after a module, e.g. to move its weights?"
+    hooks = m._forward_hooks or m._forward_pre_hooks
+    return bool(hooks) or hasattr(m, "_hf_hook") or hasattr(m, "_diffusers_hook")
 
 # %% ../../nbs/devices/03_compile.ipynb #7c9f0602
-def obstacle(transformer) -> str:
+def obstacle(transformer:Any) -> str:
     "Why the blocks of a transformer with its adapter cannot be compiled; empty if they can."
     blocks = transformer.transformer_blocks
-    hooked = lambda m: (m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_hf_hook")
-                        or hasattr(m, "_diffusers_hook"))
-    if why := getattr(transformer, "fixed", ""): return f"this is a transformer {why}"
+    why = getattr(transformer, "fixed", "")
+    if why: return f"this is a transformer {why}"
     if hasattr(transformer, "fp16_stats"):
         return "products are scaled into float16 (`train.mixed_precision` fp16)"
     if _has_dropout(blocks): return "`model.lora.lora_dropout` draws random masks"
-    if m := next(filter(hooked, blocks.modules()), None):
-        return f"hooks inside the blocks cast or move weights ({type(m).__name__})"
+    hooked = next(filter(_is_hooked, blocks.modules()), None)
+    if hooked is not None:
+        return f"hooks inside the blocks cast or move weights ({type(hooked).__name__})"
     if any(hasattr(p, "full_tensor") for p in transformer.parameters()): return "FSDP has sharded the blocks"
     return ""
 
@@ -56,14 +70,25 @@ def obstacle(transformer) -> str:
 _INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
            "joint_attention_kwargs", "modulate_index") # of a block, in order
 
-def _mark_dynamic(x, text, mask, temb, rope, kwargs, index):
-    free, many = torch._dynamo.maybe_mark_dynamic, len(x) > 1
+def _mark_dynamic(x:torch.Tensor, text:torch.Tensor, mask:Any, temb:torch.Tensor, rope:Any, kwargs:Any, index:Any):
+    "Tell the compiler which sizes of a block's inputs change."
+    free = torch._dynamo.maybe_mark_dynamic
+    many = len(x) > 1
     for t in (x, text, mask, index):
-        if t is not None: free(t, [0, 1] if many else 1)
-    for t in (*(rope or ()), *([temb] if many else [])): free(t, 0)
+        if t is not None:
+            free(t, [0, 1] if many else 1)
+    for t in rope or ():
+        free(t, 0)
+    if many:
+        free(temb, 0)
 
-def _real(t): return torch.view_as_real(t) if t.is_complex() else t
-def _with_gradient(t): return t if t.requires_grad else t.detach().requires_grad_()
+def _real(t:torch.Tensor) -> torch.Tensor:
+    "Complex numbers as pairs; others as they are."
+    return torch.view_as_real(t) if t.is_complex() else t
+
+def _with_gradient(t:torch.Tensor) -> torch.Tensor:
+    "A tensor that needs a gradient."
+    return t if t.requires_grad else t.detach().requires_grad_()
 
 # %% ../../nbs/devices/03_compile.ipynb #8ed37b01
 BACKEND = "inductor" # of torch.compile
@@ -72,22 +97,27 @@ BACKEND = "inductor" # of torch.compile
 class Compiled:
     "A compiled function that runs blocks; after the first failure it runs them eagerly."
     def __init__(self,
-        run, # `keep_all`, `recompute` or `recompute_but_attention`
-        tell=print,
-        uncompiled=None, # of a failure; returns the function that runs the blocks from then on
+        run:Callable, # `keep_all`, `recompute` or `recompute_but_attention`
+        tell:Callable[[str], object]=print,
+        uncompiled:Callable|None=None, # of a failure; returns the function that runs the blocks from then on
     ):
-        self.run, self.tell, self.failed = run, tell, ""
+        self.run = run
+        self.tell = tell
+        self.failed = "" # why, after the first failure
         self.uncompiled = uncompiled
         self.code = torch.compile(run, backend=BACKEND, fullgraph=True)
 
     def __call__(self, block, *args, **kwargs):
         args = [*args, *(kwargs.get(n) for n in _INPUTS[len(args):])]
         if self.failed: return self.run(block, *args)
-        if torch.is_grad_enabled(): args[:2] = map(_with_gradient, args[:2])
+        if torch.is_grad_enabled():
+            args[:2] = map(_with_gradient, args[:2])
         # the compiler does not fuse operations with complex numbers
-        if args[4] is not None: args[4] = tuple(map(_real, args[4]))
+        if args[4] is not None:
+            args[4] = tuple(map(_real, args[4]))
         _mark_dynamic(*args)
-        try: return self.code(block, *args)
+        try:
+            return self.code(block, *args)
         except Exception as e:
             if any(is_out_of_memory(x) for x in (e, getattr(e, "inner_exception", None))): raise
             self.failed = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
@@ -108,35 +138,37 @@ def rotate(
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x)
 
 # %% ../../nbs/devices/03_compile.ipynb #978a7f01
-def processor_class(cls, **names):
+def processor_class(cls:Any, **names:Callable) -> type:
     "A subclass of an attention processor with these functions instead of its module's globals."
     f = cls.__call__
     call = FunctionType(f.__code__, f.__globals__ | names, f.__name__, f.__defaults__, f.__closure__)
     return type(cls.__name__, (cls,), dict(__call__=call))
 
-def change_processor(attn, cls):
+def change_processor(attn:Any, cls:Any):
     "Replace an attention processor; its settings (e.g. the backend) are kept."
     new = cls()
     new.__dict__.update(attn.processor.__dict__)
     attn.set_processor(new)
 
 # %% ../../nbs/devices/03_compile.ipynb #1d704f4d
-MODES = {False: keep_all, True: recompute, "selective": recompute_but_attention}
+MODES: dict[bool|str, Callable] = {False: keep_all, True: recompute, "selective": recompute_but_attention}
 
 @lru_cache
 def _rotations() -> tuple: # classes of diffusers and ours
     from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0 as Own
     return Own, processor_class(Own, apply_rotary_emb_qwen=rotate)
 
-def _set_rotation(transformer, real):
+def _set_rotation(transformer:Any, real):
     # eager results must not change
     before, after = _rotations() if real else _rotations()[::-1]
     for block in transformer.transformer_blocks:
-        if type(block.attn.processor) is before: change_processor(block.attn, after)
+        if type(block.attn.processor) is before:
+            change_processor(block.attn, after)
 
 # %% ../../nbs/devices/03_compile.ipynb #1d704f01
 def _configure_compiler():
-    dynamo, functorch = torch._dynamo.config, torch._functorch.config
+    dynamo = torch._dynamo.config
+    functorch = torch._functorch.config
     # codes per function, after which compiling fails
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
     dynamo.optimize_ddp = False # it splits blocks, which fails with recomputation
@@ -146,12 +178,12 @@ def _configure_compiler():
 
 # %% ../../nbs/devices/03_compile.ipynb #1d704f02
 def set_up(
-    transformer,
-    checkpointing=True, # `train.gradient_checkpointing`
+    transformer:Any,
+    checkpointing:bool|str=True, # `train.gradient_checkpointing`
     compiled:bool=False,
-    tell=print, # gets a sentence if compiling fails
-    uncompiled=None, # of such a failure; returns `checkpointing` from then on; default: as before
-): # `Compiled`, or None
+    tell:Callable[[str], object]=print, # gets a sentence if compiling fails
+    uncompiled:Callable|None=None, # of such a failure; returns `checkpointing` from then on; default: as before
+) -> Compiled|None:
     "Set how a transformer's blocks run; may be called again."
     random = _has_dropout(transformer)
 
@@ -164,22 +196,25 @@ def set_up(
         return way(checkpointing if uncompiled is None else uncompiled(failure))
     run = way(checkpointing)
     code = Compiled(run, tell, after) if compiled else None
-    if compiled: _configure_compiler()
+    if compiled:
+        _configure_compiler()
     _set_rotation(transformer, compiled)
     for block in transformer.transformer_blocks: # the attribute that nn.Module.compile sets
-        block._compiled_call_impl = partial(code, block) if compiled and not checkpointing else None
-    if checkpointing: transformer.enable_gradient_checkpointing(code or run)
-    else: transformer.disable_gradient_checkpointing()
+        block._compiled_call_impl = partial(code, block) if code and not checkpointing else None
+    if checkpointing:
+        transformer.enable_gradient_checkpointing(code or run)
+    else:
+        transformer.disable_gradient_checkpointing()
     return code
 
 # %% ../../nbs/devices/03_compile.ipynb #e52da9af
 def attention_kernel(
-    transformer,
+    transformer:Any,
     batch:int=1,
     tokens:int=4096, # prompt and image
     masked:bool=False,
-    device="cpu",
-    dtype=torch.float32,
+    device:str|torch.device="cpu",
+    dtype:torch.dtype=torch.float32,
     grad:bool=True, # for training?
 ) -> str:
     "The kernel that attention uses."
@@ -188,26 +223,37 @@ def attention_kernel(
     attn = transformer.transformer_blocks[0].attn
     backend = (getattr(attn.processor, "_attention_backend", None)
                or _AttentionBackendRegistry.get_active_backend()[0])
-    if (backend := getattr(backend, "value", backend)) != "native": return str(backend)
+    backend = getattr(backend, "value", backend)
+    if backend != "native": return str(backend)
     q = torch.empty(batch, attn.heads, tokens, attn.inner_dim // attn.heads, device=device, dtype=dtype,
                     requires_grad=grad)
     mask = torch.ones(batch, 1, 1, tokens, dtype=torch.bool, device=device) if masked else None
     return SDPBackend(torch._fused_sdp_choice(q, q, q, mask, 0.0, False)).name.lower()
 
 # %% ../../nbs/devices/03_compile.ipynb #8bcafbef
-def watch_attention(transformer, tell=print):
+def watch_attention(transformer:Any, tell:Callable[[str], object]=print):
     "Report the attention kernel once and when it changes, and set `transformer.attention_kernel`."
-    kernels, reported = {}, set()
-    def look(transformer, args, kwargs):
-        x, text, mask = (kwargs.get(n) for n in _INPUTS[:3])
+    kernels: dict[tuple, str] = {}
+    reported = set()
+
+    def look(transformer:Any, args:tuple, kwargs:dict):
+        x = kwargs.get("hidden_states")
+        text = kwargs.get("encoder_hidden_states")
+        mask = kwargs.get("encoder_hidden_states_mask")
         if x is None or text is None: return
-        tokens, dtype = x.shape[1] + text.shape[1], x.dtype
-        if hasattr(transformer, "fp16_stats"): dtype = torch.float16
+        tokens = x.shape[1] + text.shape[1]
+        dtype = x.dtype
+        if hasattr(transformer, "fp16_stats"):
+            dtype = torch.float16
         # kernels depend on the length modulo 8 only
         key = len(x), tokens % 8, mask is not None, x.device, dtype, torch.is_grad_enabled()
-        if key not in kernels: kernels[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
+        if key not in kernels:
+            kernels[key] = attention_kernel(transformer, len(x), tokens, *key[2:])
         transformer.attention_kernel = kernels[key]
         line = f"attention: {kernels[key]} ({str(dtype)[6:]}, {'no' if mask is None else 'a'} mask)"
-        if line not in reported: reported.add(line); tell(line)
-    for hook in getattr(transformer, "_attention_watch", ()): hook.remove()
+        if line not in reported:
+            reported.add(line)
+            tell(line)
+    for hook in getattr(transformer, "_attention_watch", ()):
+        hook.remove()
     transformer._attention_watch = [transformer.register_forward_pre_hook(look, with_kwargs=True)]

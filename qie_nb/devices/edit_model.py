@@ -7,10 +7,10 @@ __all__ = ['offload', 'references_to', 'warn_without_gpu', 'quantize_loaded', 'T
 
 # %% ../../nbs/devices/07_edit_model.ipynb #04562bc4
 import gc, logging, weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -86,7 +86,7 @@ class EditModel(Components):
         devices:dict|None=None, # {component: device}, default cpu
         quantize:dict|None=None, # {component: key of `QUANTIZATIONS`, or a bool}
         revision:str|None=None, # of the hub
-        offload:tuple=(), # components in host memory, whose layers visit the device
+        offload:Iterable[str]=(), # components in host memory, whose layers visit the device
         release:bool|str=WHEN_NEEDED, # delete files after they are quantized? yes, no, or this
         image_positions:str="3d", # as `model.image_positions`
         fp16:bool=False, # products of the transformer's blocks in scaled float16?
@@ -97,16 +97,16 @@ class EditModel(Components):
                          transformer_file, text_encoder_file)
         self.offload = tuple(offload)
         self.fp16 = fp16
-        self.built = [] # names, in the order of loading
-        self._loaded = {}
-        self._loaded_as = {} # {component: quantization}
-        self._prepare = {} # {component: function of its empty model}
+        self.built: list[str] = [] # names, in the order of loading
+        self._loaded: dict[str, Any] = {}
+        self._loaded_as: dict[str, str|None] = {} # {component: quantization}
+        self._prepare: dict[str, Callable] = {} # {component: function of its empty model}
         self.training_device = torch.device(self.device_for("transformer"))
-        self._config = None # `Config` whose settings keep the transformer's weights in several places
+        self._config: Config|None = None # whose settings keep the transformer's weights in several places
         self._sharded = False # does the plan shard them?
-        self._weights = None # where they are kept, as of `weight_loader`; None: in one piece
-        self._tables = None # `TableSource`
-        self._postponed = None # function to call before the transformer is used
+        self._weights: Any = None # where they are kept, as of `weight_loader`; None: in one piece
+        self._tables: TableSource|None = None
+        self._postponed: Callable|None = None # function to call before the transformer is used
 
     @classmethod
     def as_planned(cls,
@@ -156,13 +156,13 @@ class EditModel(Components):
         return self.get("transformer")
 
     @property
-    def modulation_table(self) -> ModulationTable:
-        "The table of the loaded transformer, or None."
+    def modulation_table(self) -> ModulationTable|None:
+        "The table of the loaded transformer; None: it has its layers."
         return table_of(self._loaded.get("transformer"))
 
     # --- loading
 
-    def get(self, name:str): # model, tokenizer, processor or scheduler
+    def get(self, name:str) -> Any: # model, tokenizer, processor or scheduler
         "A component on its device, loaded now if needed."
         if name != "transformer":
             self._load_once(name)
@@ -200,7 +200,7 @@ class EditModel(Components):
                 raise ValueError(f"`{setting}` {quantization} is incompatible with `model.{n}_offload`; "
                                  "choose one of them")
 
-    def adopt(self, name:str, component:object): # a model, tokenizer, processor or scheduler
+    def adopt(self, name:str, component:Any): # a model, tokenizer, processor or scheduler
         "Use a component that was made elsewhere."
         self._loaded[name] = component
 
@@ -264,7 +264,7 @@ class EditModel(Components):
 
     def use_table(self, table:ModulationTable):
         "Replace the modulation layers by a table, now or when the transformer is loaded."
-        def without_layers(model):
+        def without_layers(model:Any) -> Any:
             return use_modulation_table(model, table)
         if "transformer" in self._loaded:
             without_layers(self.gathered())
@@ -317,7 +317,7 @@ class EditModel(Components):
         others = tuple(n for n in self.offload if n != name)
         self.offload = (*others, name) if on else others
 
-    def move(self, name:str, device:str|torch.device): # the component
+    def move(self, name:str, device:str|torch.device) -> Any: # the component
         "Move a component; it is loaded there from now on."
         self.set_device(name, device)
         part = self.get(name)
@@ -333,10 +333,10 @@ class EditModel(Components):
     # --- training
 
     def prepare_training(self,
-        accelerator:object, # accelerate's
+        accelerator:Any, # accelerate's
         train:TrainSection,
         plan_blocks:Callable, # of what forbids to compile, or ""; returns the `Plan`
-    ) -> torch.nn.Module: # the wrapper that the training step calls, or None
+    ) -> torch.nn.Module|None: # the wrapper that the training step calls; None: the transformer itself
         "Set up the transformer and its adapter: dtypes, checkpointing, compilation and several processes."
         tr = self.transformer
         lora.assert_float32(tr)
@@ -344,7 +344,7 @@ class EditModel(Components):
         wrapped = prepare_distributed(tr, accelerator)
         plan = plan_blocks(obstacle(tr))
 
-        def without_compiler(failure):
+        def without_compiler(failure:str) -> Any:
             "How the blocks run once compiling has failed."
             return plan_blocks(failure).checkpointing.value
         set_up(tr, plan.checkpointing.value, plan.compile.value, uncompiled=without_compiler)

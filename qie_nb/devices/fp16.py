@@ -8,8 +8,10 @@ __all__ = ['LIMIT', 'PLACES', 'VALUES', 'MOST', 'power_of_two', 'scale_to_fp16',
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0003
 import copy, math
+from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def power_of_two(x:torch.Tensor) -> torch.Tensor:
     "The next power of two above each float32 number >= 0; 1 for 0, and at least 2**-100."
     return torch.exp2(torch.frexp(x)[1].to(torch.float32)).clamp_min(2.**-100)
 
-def _to_fp16(x, factor):
+def _to_fp16(x:torch.Tensor, factor):
     return torch.mul(x, factor, out=torch.empty(x.shape, dtype=torch.float16, device=x.device))
 
 def scale_to_fp16(
@@ -43,41 +45,49 @@ def scale_to_fp16(
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0011
 def fp16_weight(
-    layer, # linear, plain or quantized
+    layer:Any, # linear, plain or quantized
     power:float=1., # divides the weight
 ) -> tuple: # (float16 [o, i], factor of its products: float32 [o] or a number)
     "A layer's weight for one product."
     return quantization_of(layer.weight).fp16_product(layer.weight, power)
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0018
-def weight_norms(layer) -> tuple: # (power of two, longest row, longest column)
+def weight_norms(layer:Any) -> tuple: # (power of two, longest row, longest column)
     "The power that scales a weight into float16, and its longest vectors; waits for the device."
     if layer.weight.device.type == "meta": return 1., 1., 1.
     with torch.no_grad():
         w = quantization_of(layer.weight).dequantized(layer.weight)
         largest = w.abs().amax()
         power = torch.where((largest > 2.**-8) & (largest <= 2.), 1., power_of_two(largest) * 16)
-        rows, columns = (torch.linalg.vector_norm(w, dim=d).amax() / power for d in (1, 0))
+        rows = torch.linalg.vector_norm(w, dim=1).amax() / power
+        columns = torch.linalg.vector_norm(w, dim=0).amax() / power
         return tuple(torch.stack([power, rows, columns]).tolist())
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f000e
 class ScaledLinear(Function):
     "x @ W.T + b of a frozen layer, multiplied in scaled float16."
     @staticmethod
-    def forward(ctx, x, layer):
-        ctx.layer, (power, row, _) = layer, layer.fp16.lengths(layer)
+    def forward(ctx:Any, x:torch.Tensor, layer:Any):
+        "The product [..., outputs] float32 of x [..., inputs]."
+        ctx.layer = layer
+        power, row, _ = layer.fp16.lengths(layer)
         w, times = fp16_weight(layer, power)
         x16, s, length = scale_to_fp16(x, row)
         layer.fp16.note(0, length)
         y = F.linear(x16, w)
-        if torch.is_tensor(times): y, s = y * s, times
-        elif times != 1: s = s * times
+        if torch.is_tensor(times):
+            y = y * s
+            s = times
+        elif times != 1:
+            s = s * times
         return y * s if layer.bias is None else torch.addcmul(layer.bias, y, s)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        layer, (power, _, column) = ctx.layer, ctx.layer.fp16.lengths(ctx.layer)
+    def backward(ctx:Any, g:torch.Tensor):
+        "The gradient of x; the layer is frozen."
+        layer = ctx.layer
+        power, _, column = layer.fp16.lengths(layer)
         w, times = fp16_weight(layer, power)
         rows = torch.is_tensor(times)
         g16, s, length = scale_to_fp16(g * times if rows else g, column)
@@ -94,9 +104,12 @@ PLACES = ( # of a block, in order of execution
 class Fp16Stats:
     "The largest vector length at each place, forward and backward, kept on the devices."
     def __init__(self, blocks:int):
-        self.blocks, self.tops, self.found = blocks, {}, "" # found: last result of `first`
+        self.blocks = blocks
+        self.tops: dict[torch.device, torch.Tensor] = {} # {device: largest lengths [2, blocks * places]}
+        self.found = "" # last result of `first`
 
-    def note(self, backward, place, lengths): # 0 or 1; number; float32
+    def note(self, backward:int, place:int, lengths:torch.Tensor): # 0 or 1; number; float32
+        "Record the lengths of some vectors at a place."
         if lengths.device not in self.tops:
             self.tops[lengths.device] = torch.zeros(2, self.blocks * len(PLACES), device=lengths.device)
         at = self.tops[lengths.device][backward, place]
@@ -117,7 +130,9 @@ class Fp16Stats:
             # a backward pass begins with the last block
             block, place = divmod(int(bad.nonzero()[-1 if backward else 0]), len(PLACES))
             layer = PLACES[place]
-            what = "the gradient of the output" if backward else "a value" if layer == "attn" else "the input"
+            what = "a value" if layer == "attn" else "the input"
+            if backward:
+                what = "the gradient of the output"
             self.found = f"block {block}, {what} of {layer}, {('forward', 'backward')[backward]}"
             return self.found
         return ""
@@ -125,20 +140,36 @@ class Fp16Stats:
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0024
 class LayerStats:
     "One place in `Fp16Stats`, and its weight's norms."
-    def __init__(self, stats, place): self.stats, self.place, self.norms = stats, place, None
-    def note(self, backward, lengths): self.stats.note(backward, self.place, lengths)
-    def lengths(self, layer) -> tuple:
-        if self.norms is None: self.norms = weight_norms(layer)
+    def __init__(self, stats:Fp16Stats, place:int):
+        self.stats = stats
+        self.place = place
+        self.norms: tuple|None = None # of the weight; computed when it is first used
+
+    def note(self,
+        backward:int, # 0 or 1
+        lengths:torch.Tensor,
+    ):
+        "Record the lengths of some vectors."
+        self.stats.note(backward, self.place, lengths)
+
+    def lengths(self, layer:Any) -> tuple: # as of `weight_norms`
+        "The norms of a layer's weight."
+        if self.norms is None:
+            self.norms = weight_norms(layer)
         return self.norms
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0014
-VALUES, MOST = 16., 2.**15 # longest value; bound of the gradients
+VALUES = 16. # longest value
+MOST = 2.**15 # bound of the gradients
 
 class AttnScale:
     "The powers of two of one attention call."
-    def __init__(self, note, q, k): # q, k: largest weights of the norms
+    def __init__(self, note:Callable, q:float, k:float): # q, k: largest weights of the norms
         self.note = note
-        self.q, self.k = (4 / 2.**math.frexp(w)[1] for w in (q, k)) # powers that make them at most 4
+        self.q = 4 / 2.**math.frexp(q)[1] # powers that make them at most 4
+        self.k = 4 / 2.**math.frexp(k)[1]
+        self.v: Any = None # powers of the values, of the last call
+        self.g: Any = None # powers of its gradients
         # of all gradients, for L = 1
         self.most = max(1., 2 * VALUES, 2 * VALUES * k / self.q, 2 * VALUES * q / self.k)
 
@@ -146,15 +177,18 @@ class AttnScale:
 class ToFp16(Function):
     "Queries, keys and values [B, N, H, D] in float16."
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, scale:"AttnScale"):
+        "Scale by powers of two, which `FromFp16` undoes."
         length = torch.linalg.vector_norm(v, dim=-1)
         scale.note(0, length)
-        ctx.scale, scale.v = scale, power_of_two(length.amax(1)[:, None, :, None] / VALUES)
+        ctx.scale = scale
+        scale.v = power_of_two(length.amax(1)[:, None, :, None] / VALUES)
         return _to_fp16(q, scale.q), _to_fp16(k, scale.k), _to_fp16(v, 1 / scale.v)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, q, k, v):
+    def backward(ctx:Any, q:torch.Tensor, k:torch.Tensor, v:torch.Tensor):
+        "The gradients in float32."
         p = ctx.scale
         return q * (p.q * p.v * p.g), k * (p.k * p.v * p.g), v * p.g, None
 
@@ -162,33 +196,39 @@ class ToFp16(Function):
 class FromFp16(Function):
     "The output of attention in float32."
     @staticmethod
-    def forward(ctx, out, scale):
+    def forward(ctx:Any, out:torch.Tensor, scale:"AttnScale"):
+        "Undo the scale of the values."
         ctx.scale = scale
         return out * scale.v
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g):
-        p, length = ctx.scale, torch.linalg.vector_norm(g, dim=-1)
+    def backward(ctx:Any, g:torch.Tensor):
+        "Scale the gradient so that none inside exceeds `MOST`."
+        p = ctx.scale
+        length = torch.linalg.vector_norm(g, dim=-1)
         p.note(1, length)
         p.g = power_of_two(length.sum(1)[:, None, :, None] * (p.most / MOST))
         return _to_fp16(g, 1 / p.g), None
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0015
-def _norms(attn) -> tuple: # largest weights of the norms of queries and keys
-    largest = lambda *norms: torch.stack([n.weight.detach().float().abs().amax() for n in norms])
-    both = torch.stack([largest(attn.norm_q, attn.norm_added_q).amax(),
-                        largest(attn.norm_k, attn.norm_added_k).amax()])
+def _largest(*norms:Any) -> torch.Tensor:
+    "The largest weight of some norms."
+    return torch.stack([n.weight.detach().float().abs().amax() for n in norms]).amax()
+
+def _norms(attn:Any) -> tuple: # largest weights of the norms of queries and keys
+    both = torch.stack([_largest(attn.norm_q, attn.norm_added_q), _largest(attn.norm_k, attn.norm_added_k)])
     return (1., 1.) if both.is_meta else tuple(both.tolist())
 
 def fp16_attention(
-    attn, # of a block
-    place, # `LayerStats`
-    inner, # diffusers' `dispatch_attention_fn`
+    attn:Any, # of a block
+    place:"LayerStats", # `LayerStats`
+    inner:Callable, # diffusers' `dispatch_attention_fn`
 ):
     "A function like `inner` that computes in float16 for float32 inputs."
-    def run(q, k, v, **kw):
-        if place.norms is None: place.norms = _norms(attn)
+    def run(q:torch.Tensor, k:torch.Tensor, v:torch.Tensor, **kw:Any) -> torch.Tensor:
+        if place.norms is None:
+            place.norms = _norms(attn)
         scale = AttnScale(place.note, *place.norms)
         kw["scale"] = q.shape[-1]**-0.5 / (scale.q * scale.k)
         return FromFp16.apply(inner(*ToFp16.apply(q, k, v, scale), **kw), scale)
@@ -198,7 +238,8 @@ def fp16_attention(
 @lru_cache
 def fp16_class(cls):
     "A subclass of a linear layer's class that computes in float16."
-    def forward(self, x): return ScaledLinear.apply(x.float(), self).to(x.dtype)
+    def forward(self, x:torch.Tensor) -> torch.Tensor:
+        return ScaledLinear.apply(x.float(), self).to(x.dtype)
     return type(cls)(f"Fp16{cls.__name__}", (cls,), dict(forward=forward))
 
 def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the base}
@@ -207,18 +248,23 @@ def _layers(block) -> dict: # {name without peft's wrapper: linear layer of the 
 
 # %% ../../nbs/devices/04_fp16.ipynb #ha0f0027
 def enable_fp16(
-    transformer, # in float32, quantized or not; adapters may come later
+    transformer:Any, # in float32, quantized or not; adapters may come later
 ): # the same
     "Run the blocks' products and attention in scaled float16; sets `transformer.fp16_stats`."
     if hasattr(transformer, "fp16_stats"): return transformer
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False # accumulate in float32
-    transformer.fp16_stats = stats = Fp16Stats(len(transformer.transformer_blocks))
+    stats = Fp16Stats(len(transformer.transformer_blocks))
+    transformer.fp16_stats = stats
     for n, block in enumerate(transformer.transformer_blocks):
-        place = lambda name: LayerStats(stats, n * len(PLACES) + PLACES.index(name))
+        first = n * len(PLACES)
         for name, m in _layers(block).items():
-            m.fp16, m.__class__ = place(name), fp16_class(type(m))
-            if "_old_forward" in m.__dict__: m._old_forward = MethodType(type(m).forward, m) # for accelerate
+            m.fp16 = LayerStats(stats, first + PLACES.index(name))
+            own_class: Any = type(m)
+            m.__class__ = fp16_class(own_class)
+            if "_old_forward" in m.__dict__:
+                m._old_forward = MethodType(type(m).forward, m) # for accelerate
         own = type(block.attn.processor)
-        run = fp16_attention(block.attn, place("attn"), own.__call__.__globals__["dispatch_attention_fn"])
+        place = LayerStats(stats, first + PLACES.index("attn"))
+        run = fp16_attention(block.attn, place, own.__call__.__globals__["dispatch_attention_fn"])
         change_processor(block.attn, processor_class(own, dispatch_attention_fn=run))
     return transformer

@@ -7,10 +7,15 @@ __all__ = ['PARTS', 'SHARE', 'is_out_of_memory', 'DeviceChoice', 'Placement', 'p
            'place_component', 'temporarily_load', 'restore_training_placement']
 
 # %% ../../nbs/devices/00_placement.ipynb #2ee8ee1c
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
 
 from ..core.display import table_html
 from ..models.loading import device_of
@@ -18,7 +23,7 @@ from ..models.loading import device_of
 PARTS = ("text_encoder", "vae", "transformer") # in the order of their first use
 
 # %% ../../nbs/devices/00_placement.ipynb #ce7a5899
-def is_out_of_memory(error) -> bool:
+def is_out_of_memory(error:BaseException) -> bool:
     "Is it an out-of-memory error of a GPU or of the host?"
     texts = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return (isinstance(error, (torch.OutOfMemoryError, MemoryError))
@@ -36,14 +41,28 @@ class DeviceChoice:
 # %% ../../nbs/devices/00_placement.ipynb #f31dcc01
 class Placement(dict):
     "{component: `DeviceChoice`} with the free memory it was planned for; displays as a table."
-    def __init__(self, choices, free, work): super().__init__(choices); self.free, self.work = free, work
-    def data(self) -> list:
+    def __init__(self,
+        choices:dict, # {component: `DeviceChoice`}
+        free:dict, # {device: bytes}
+        work:dict, # {component: bytes of its activations}
+    ):
+        super().__init__(choices)
+        self.free = free
+        self.work = work
+
+    def data(self) -> list: # of tuples
+        "The rows of the table: component, device, how, GB, why."
         return [(n, c.device, c.how, round(c.bytes / 1e9, 3), c.why) for n, c in self.items()]
-    def _repr_html_(self): return table_html(self.data(), ("component", "device", "how", "GB", "why"))
+
+    def _repr_html_(self):
+        return table_html(self.data(), ("component", "device", "how", "GB", "why"))
+
     def __repr__(self):
         return "\n".join("{:<13} {:<7} {:<7} {:>7.3f} GB  {}".format(*row) for row in self.data())
+
     @property
-    def moves(self) -> bool: # does a prediction move anything?
+    def moves(self) -> bool:
+        "Does a prediction move anything?"
         return any(c.how != "stay" for c in self.values())
 
 # %% ../../nbs/devices/00_placement.ipynb #f31dcc02
@@ -53,25 +72,28 @@ SHARE = 0.95 # of free memory; the rest is lost in gaps between tensors
 def pick_evicted(
     plan:Placement,
     name:str, # of the component needed next
-    loaded, # names of the components on its device
+    loaded:Collection[str], # names of the components on its device
 ) -> list: # largest first
     "Those of the loaded components that must make room."
-    choice, evicted = plan[name], []
+    choice = plan[name]
+    evicted: list[str] = []
     if choice.device == "cpu": return evicted
     held = {n: plan[n].bytes for n in loaded if n != name}
     need = plan.work[name] + (0 if choice.how == "layers" else choice.bytes)
-    for n in sorted((n for n in held if plan[n].how == "model"), key=held.get, reverse=True):
-        if sum(held.values()) + need > SHARE * plan.free[choice.device]: evicted.append(n); held.pop(n)
+    for n in sorted((n for n in held if plan[n].how == "model"), key=held.__getitem__, reverse=True):
+        if sum(held.values()) + need > SHARE * plan.free[choice.device]:
+            evicted.append(n)
+            held.pop(n)
     return evicted
 
 # %% ../../nbs/devices/00_placement.ipynb #4db9e192
-def device_name(device) -> str:
+def device_name(device:str|torch.device) -> str:
     "A device as in a plan, with its number: cuda:0."
     d = torch.device(device)
     return f"cuda:{d.index or 0}" if d.type == "cuda" else d.type
 
 def devices_of_loaded(
-    components, # `Components`
+    components:"EditModel", # `Components`
 ) -> dict: # {component: name of its device}
     "Where the loaded components are, without those that are loaded layer by layer."
     return {n: device_name(device_of(components.loaded[n])) for n in PARTS
@@ -79,38 +101,52 @@ def devices_of_loaded(
 
 # %% ../../nbs/devices/00_placement.ipynb #8e53d513
 def place_component(
-    components,
+    components:"EditModel",
     plan:Placement,
     name:str,
-    prepare=lambda: None, # called when there is room
+    prepare:Callable[[], object]|None=None, # called when there is room
 ) -> torch.nn.Module: # on its device, in eval mode
     "Load a component where the plan puts it."
-    choice, loaded = plan[name], devices_of_loaded(components)
+    choice = plan[name]
+    loaded = devices_of_loaded(components)
     evicted = pick_evicted(plan, name, [n for n in loaded if loaded[n] == choice.device])
-    for n in evicted: components.move(n, "cpu")
-    if evicted and torch.cuda.is_available(): torch.cuda.empty_cache()
+    for n in evicted:
+        components.move(n, "cpu")
+    if evicted and torch.cuda.is_available():
+        torch.cuda.empty_cache()
     components.set_offload(name, choice.how == "layers")
-    prepare()
+    if prepare is not None:
+        prepare()
     return components.move(name, torch.device(choice.device)).eval()
 
 # %% ../../nbs/devices/00_placement.ipynb #15740b02
+def _devices_of_children(part:torch.nn.Module) -> list: # of (module, device)
+    "Where the parts of a component are: the VAE's encoder may be on the GPU alone."
+    first = [(m, next(m.parameters(), None)) for m in part.children()]
+    return [(m, p.device) for m, p in first if p is not None]
+
 @contextmanager
-def temporarily_load(components, *names):
+def temporarily_load(
+    components:"EditModel",
+    *names:str,
+) -> Iterator[None]:
     "Afterwards drop these components if they were not loaded before, otherwise move them back."
-    parts, devices = components.loaded, dict(components.devices)
-    # the VAE's encoder may be on the GPU alone
-    before = {n: [(m, p.device) for m in parts[n].children() if (p := next(m.parameters(), None)) is not None]
-              for n in names if n in parts}
-    try: yield
+    parts = components.loaded
+    devices = dict(components.devices)
+    before = {n: _devices_of_children(parts[n]) for n in names if n in parts}
+    try:
+        yield
     finally:
         components.drop(*(n for n in names if n not in before))
-        for n, children in before.items():
-            for m, device in children: m.to(device)
+        for children in before.values():
+            for m, device in children:
+                m.to(device)
         for n in names:
-            if n in devices: components.set_device(n, devices[n])
+            if n in devices:
+                components.set_device(n, devices[n])
 
 # %% ../../nbs/devices/00_placement.ipynb #70b1c0aa
-def restore_training_placement(components, device):
+def restore_training_placement(components:"EditModel", device:str|torch.device):
     "Move the transformer, if there is one, back to its training device."
     if components.loaded.get("transformer") is None: return
     components.set_offload("transformer", False)

@@ -22,9 +22,11 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +47,7 @@ def local_device(name:str) -> torch.device:
 # %% ../../nbs/devices/06_processes.ipynb #a9c00021
 PATIENCE = timedelta(hours=3) # how long a process waits for the others
 
-def make_accelerator(device:torch.device): # `accelerate.Accelerator`
+def make_accelerator(device:torch.device) -> Any: # `accelerate.Accelerator`
     "An Accelerator without autocast, on the CPU if that is the run's device."
     from accelerate import Accelerator, InitProcessGroupKwargs
     patience = InitProcessGroupKwargs(timeout=PATIENCE)
@@ -53,13 +55,15 @@ def make_accelerator(device:torch.device): # `accelerate.Accelerator`
 
 # %% ../../nbs/devices/06_processes.ipynb #35aaf32b
 def check_launch(
-    accelerator,
+    accelerator:Any,
     wanted:str="auto", # `train.distributed`
     sharded:bool=False, # does the plan shard the transformer?
 ):
     "Raises ValueError if accelerate did not start what was configured."
-    asked, made = int(os.environ.get("WORLD_SIZE", 1)), accelerator.distributed_type.value
-    if asked > 1 and (n := accelerator.num_processes) != asked:
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    made = accelerator.distributed_type.value
+    n = accelerator.num_processes
+    if asked > 1 and n != asked:
         raise ValueError(f"WORLD_SIZE is {asked}, but accelerate started {n} process, "
                          "so each would train alone; start with `accelerate launch`, or unset WORLD_SIZE")
     why = launch_problem(wanted, made, sharded)
@@ -67,7 +71,7 @@ def check_launch(
         raise ValueError(why)
 
 # %% ../../nbs/devices/06_processes.ipynb #b08cc680
-def shard_loader(loader, accelerator):
+def shard_loader(loader:Any, accelerator:Any):
     "A loader that returns this process's batches: processes take turns."
     n = accelerator.num_processes
     if n == 1: return loader
@@ -75,26 +79,30 @@ def shard_loader(loader, accelerator):
     if not isinstance(sampler, BucketBatchSampler):
         raise ValueError(f"`train_dataloader` must come from qie_nb.data.loader with {n} processes, got "
                          f"{type(loader).__name__}; create it with loader(config)")
-    sampler.rank, sampler.world = accelerator.process_index, n
+    sampler.rank = accelerator.process_index
+    sampler.world = n
     return loader
 
 # %% ../../nbs/devices/06_processes.ipynb #55bb09b3
-def broadcast_stop(accelerator, stop:str) -> str:
+def broadcast_stop(accelerator:Any, stop:str) -> str:
     "The first process's reason to stop, in all processes; empty if none has one. Waits for no GPU."
     return share(accelerator, stop) if accelerator.num_processes > 1 else stop
 
-def share(accelerator, text:str) -> str: # the first process's text that is not empty
+def share(accelerator:Any, text:str) -> str:
+    "The first process's text that is not empty, in all processes."
     n = accelerator.num_processes
     import torch.distributed as dist
     if not hasattr(accelerator, "cpu_group"):
         accelerator.cpu_group = dist.new_group(backend="gloo", timeout=PATIENCE) # torch's default is half an hour
-    dist.all_reduce(texts := torch.tensor(float(bool(text))), group=accelerator.cpu_group)
-    if not texts: return ""
-    dist.all_gather_object(texts := [""] * n, text, group=accelerator.cpu_group)
+    count = torch.tensor(float(bool(text)))
+    dist.all_reduce(count, group=accelerator.cpu_group)
+    if not count: return ""
+    texts = ["" for _ in range(n)]
+    dist.all_gather_object(texts, text, group=accelerator.cpu_group)
     return next(filter(None, texts))
 
 # %% ../../nbs/devices/06_processes.ipynb #4b27f85b
-def prepare_distributed(transformer, accelerator):
+def prepare_distributed(transformer:Any, accelerator:Any):
     "Wrap a transformer for several processes, unless it is sharded already."
     if accelerator.num_processes == 1 or is_sharded(transformer): return transformer
     if accelerator.distributed_type.value == "FSDP": return shard(transformer, accelerator)
@@ -108,7 +116,7 @@ def prepare_distributed(transformer, accelerator):
 class Lines(io.TextIOBase):
     "A text stream that hands on complete lines."
     def __init__(self,
-        send, # function of a line
+        send:Callable[[str], object], # function of a line
     ):
         self.send = send
         self.rest = ""
@@ -130,7 +138,7 @@ GRACE = 600 # seconds to save what there is after the notebook has ended
 class Notebook:
     "The process that started this one: takes messages, gives commands."
     def __init__(self,
-        on_command, # called in a thread with the text, at last with "gone"
+        on_command:Callable[[str], object], # called in a thread with the text, at last with "gone"
     ):
         self.rank = int(os.environ["RANK"])
         self.lock = threading.RLock()
@@ -148,7 +156,7 @@ class Notebook:
         with self.lock, suppress(OSError, ValueError):
             print(json.dumps(message), file=self.pipe, flush=True)
 
-    def listen(self, on_command):
+    def listen(self, on_command:Callable[[str], object]):
         "Hand on commands until the notebook ends."
         text = b""
         block = os.read(0, 4096)
@@ -162,9 +170,12 @@ class Notebook:
         os._exit(1)
 
 # %% ../../nbs/devices/06_processes.ipynb #a9c00008
+def _ignore(text:str):
+    "Do nothing with a command."
+
 def run_started(
-    work, # function of (job, `Notebook`)
-    on_command=lambda text: None,
+    work:Callable, # function of (job, `Notebook`)
+    on_command:Callable[[str], object]=_ignore,
 ):
     "The main program of a started process."
     notebook = Notebook(on_command)
@@ -196,7 +207,8 @@ def without_peer_access() -> dict: # {variable: value}
     return {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in os.environ}
 
 def environment_of(
-    rank:int, n:int, # of the process, of all
+    rank:int, # of the process
+    n:int, # processes
     port:int, # where they meet
 ) -> dict:
     "The environment of a started process, as torchrun sets it."
@@ -221,11 +233,11 @@ class Processes:
     ):
         self.folder = Path(tempfile.mkdtemp(prefix="qie_nb_"))
         (self.folder/"job.json").write_text(json.dumps(job))
-        self.heard = queue.Queue() # of (rank, message, or None at its end)
-        self.errors = [] # of (rank, message)
-        self.killed = set() # ranks
-        self.failed = None # time of the first failure
-        self.all = []
+        self.heard: queue.Queue = queue.Queue() # of (rank, message, or None at its end)
+        self.errors: list[tuple] = [] # of (rank, message)
+        self.killed: set[int] = set() # ranks
+        self.failed: float|None = None # time of the first failure
+        self.all: list[Any] = [] # `subprocess.Popen` of each rank
         port = free_port()
         for rank in range(n):
             self.start(main, rank, environment_of(rank, n, port))
@@ -241,7 +253,7 @@ class Processes:
         self.all.append(process)
         threading.Thread(target=self.read, args=(rank, process.stdout), daemon=True).start()
 
-    def read(self, rank:int, pipe):
+    def read(self, rank:int, pipe:Iterable[bytes]):
         "Queue the messages of a process."
         for line in pipe:
             with suppress(ValueError):

@@ -10,16 +10,22 @@ __all__ = ['BASE', 'NOW', 'LONGEST', 'BEGUN', 'Column', 'FoundAdapter', 'find_ad
 # %% ../../nbs/evaluation/03_compare.ipynb #e8894657
 import json, re, textwrap
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-from fastcore.basics import patch
+
+if TYPE_CHECKING:
+    from qie_nb.data.dataset import ImageDataset
+    from qie_nb.sampling.edits import EncodedEdit
+    from qie_nb.trainer import QwenImageEditTrainer
 
 from ..core.display import Display, Progress, digits_text, image_rows, text_table, two_numbers
 from .eval_images import (
@@ -43,27 +49,30 @@ class Column:
     "The settings of one column of a comparison."
     title: str
     checkpoint: str         # as given, or `BASE` or `NOW`
-    file: object = None     # of the adapter
+    file: str|Path|None = None # of the adapter
     weight: float = 1.0     # factor on the adapter, or on the weights of all active ones; 0 is the base model
     seed: int = 0           # of the noise
     steps: int = 20
     true_cfg_scale: float = 4.0
     scheduler: tuple = ()   # changes of the scheduler's config, as pairs
-    few_steps: object = None # file of a LoRA for few steps, added to the adapter
+    few_steps: str|Path|None = None # file of a LoRA for few steps, added to the adapter
     few_steps_weight: float = 1.0
 
     @property
-    def bare(self) -> bool: return self.checkpoint == BASE or self.weight == 0 # without adapter?
+    def bare(self) -> bool:
+        "Is it the model without adapter?"
+        return self.checkpoint == BASE or self.weight == 0
 
 # %% ../../nbs/evaluation/03_compare.ipynb #5a8f8b02
 class FoundAdapter(NamedTuple):
-    file: object    # path, or None for the base model and for active adapters
+    "A LoRA file that a column names, with its metadata and its title."
+    file: Path|None # None for the base model and for active adapters
     metadata: dict
     title: str
 
 def find_adapter(
-    trainer,
-    name, # checkpoint folder, latest, best, LoRA file, folder that contains one, or hub id
+    trainer:"QwenImageEditTrainer",
+    name:str|Path, # checkpoint folder, latest, best, LoRA file, folder that contains one, or hub id
 ) -> FoundAdapter:
     "The adapter that a column names. Raises FileNotFoundError or ValueError."
     root = trainer.checkpoint_root()
@@ -74,7 +83,9 @@ def find_adapter(
     p = Path(str(path))
     try:
         if p.suffix == ".safetensors" or is_hub_id(path) and not (root/p.name).is_dir():
-            title = path if is_hub_id(path) else p.parent.name if p.name == lora.WEIGHT_NAME else p.stem
+            title = p.parent.name if p.name == lora.WEIGHT_NAME else p.stem
+            if is_hub_id(path):
+                title = str(path)
             return FoundAdapter(*lora.check_lora(path), title)
         file, weights, _ = adapter_of(trainer, path)
     except (ValueError, FileNotFoundError) as e:
@@ -84,14 +95,15 @@ def find_adapter(
 
 # %% ../../nbs/evaluation/03_compare.ipynb #1aa6bdc1
 def columns_of(
-    trainer,
-    checkpoints=None, # names, see `find_adapter`; `BASE` or None: base model; `NOW`: active adapters
-    scales=None, # factors on the adapter; default 1
-    seeds=(0,), # of the noise
-    schedule=None, steps=None, true_cfg_scale=None, # as in `predict`
+    trainer:"QwenImageEditTrainer",
+    checkpoints:Sequence|None=None, # names, see `find_adapter`; `BASE` or None: base model; `NOW`: active adapters
+    scales:Sequence[float]|None=None, # factors on the adapter; default 1
+    seeds:Sequence[int]=(0,), # of the noise
+    schedule:str|dict|None=None, steps:int|None=None, true_cfg_scale:float|None=None, # as in `predict`
 ) -> list: # of `Column`
     "The columns: checkpoints, each at every scale, each with every seed; equal ones are one column."
-    if checkpoints is None: checkpoints = [NOW] if scales is not None or len(seeds) > 1 else [BASE, NOW]
+    if checkpoints is None:
+        checkpoints = [NOW] if scales is not None or len(seeds) > 1 else [BASE, NOW]
     for name, given in (("checkpoints", checkpoints), ("scales", scales or [1.0]), ("seeds", seeds)):
         if isinstance(given, (str, Path, int, float)) or not len(given):
             raise ValueError(f"`{name}` must be a list with an entry or more, got {given!r}")
@@ -110,29 +122,42 @@ def columns_of(
 # %% ../../nbs/evaluation/03_compare.ipynb #1aa6bd01
 _STRENGTHS = {1.0: "full strength", 0.5: "half strength", 2.0: "double strength"}
 
-def _different(columns, scaled, seeded) -> list: # columns that give the same edits become one
-    groups, out = {}, []
+def _what_it_gives(c:Column) -> tuple:
+    "Equal for columns that give the same edits."
+    if c.bare:
+        what: tuple = (BASE, 0.0)
+    else:
+        what = (Path(c.file).resolve() if c.file else c.checkpoint, c.weight)
+    return (*what, c.seed, c.steps, c.true_cfg_scale, c.scheduler)
+
+def _different(columns:Sequence[Column], scaled:bool, seeded:bool) -> list: # of `Column`
+    "Columns with their titles; those that give the same edits become one."
+    groups: dict[tuple, list[Column]] = {}
     for c in columns:
-        what = (BASE, 0.0) if c.bare else (Path(c.file).resolve() if c.file else c.checkpoint, c.weight)
-        groups.setdefault((*what, c.seed, c.steps, c.true_cfg_scale, c.scheduler), []).append(c)
+        groups.setdefault(_what_it_gives(c), []).append(c)
+    out = []
     for same in groups.values():
-        c, names = same[0], " = ".join(dict.fromkeys(c.title for c in same))
-        strength = f", {_STRENGTHS.get(c.weight, f'{c.weight:g} x strength')}" * scaled
-        title = "without LoRA" if c.bare else names + strength
-        out.append(replace(c, title=title + f", seed {c.seed}" * seeded))
+        c = same[0]
+        title = "without LoRA" if c.bare else " = ".join(dict.fromkeys(c.title for c in same))
+        if scaled and not c.bare:
+            title += f", {_STRENGTHS.get(c.weight, f'{c.weight:g} x strength')}"
+        if seeded:
+            title += f", seed {c.seed}"
+        out.append(replace(c, title=title))
     often = Counter(c.title for c in out) # other steps or guidance
     return [replace(c, title=f"{c.title}, {c.steps} steps, guidance {c.true_cfg_scale:g}")
             if often[c.title] > 1 else c for c in out]
 
-def _find(trainer, name) -> FoundAdapter:
+def _find(trainer:"QwenImageEditTrainer", name) -> FoundAdapter:
     if name == BASE: return FoundAdapter(None, {}, "without LoRA")
     if name != NOW: return find_adapter(trainer, name)
     names = [n for n in trainer.active_adapters() if n != "default"]
     return FoundAdapter(None, trainer.lora_origin, " + ".join(names) or "with LoRA")
 
-def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
+def _sampling(trainer:"QwenImageEditTrainer", name, found, schedule:str|dict|None, steps:int|None, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
     used = [found[:2]] if found.file else []
-    if name == NOW: used = [(file, info) for _, file, info in trainer.adapters.in_use]
+    if name == NOW:
+        used = [(file, info) for _, file, info in trainer.adapters.in_use]
     s, _ = pick_schedule(trainer.config.predict.schedule if schedule is None else schedule, used)
     scheduler = tuple(s.scheduler.items())
     return s.steps if steps is None else steps, s.true_cfg_scale if cfg is None else cfg, scheduler
@@ -141,12 +166,14 @@ def _sampling(trainer, name, found, schedule, steps, cfg) -> tuple: # (steps, tr
 class Comparison(Display):
     "Edits in rows, checkpoints, weights or seeds in columns."
     def __init__(self,
-        columns, # list of `Column`
-        edits, # list of `qie_nb.sampling.edits.Edit`, one a row
-        images, # rows of uint8 [H, W, 3], one a column
-        targets=None, # a PIL image a row, or None
+        columns:Sequence[Column], # list of `Column`
+        edits:Sequence, # list of `qie_nb.sampling.edits.Edit`, one a row
+        images:Sequence, # rows of uint8 [H, W, 3], one a column
+        targets:Sequence|None=None, # a PIL image a row, or None
     ):
-        self.columns, self.edits, self.images = columns, edits, images
+        self.columns = columns
+        self.edits = edits
+        self.images = images
         self.controls = [shown_control(e.images, row[0]) for e, row in zip(edits, images)]
         self.targets = [at_size(t, row[0]) for t, row in zip(targets, images)] if targets else None
         base = next((k for k, c in enumerate(columns) if c.bare), 0) # the model's own images
@@ -165,9 +192,10 @@ class Comparison(Display):
     def __repr__(self):
         n = len(self.edits)
         how = f" ({self.sampling})" if self.sampling else ""
-        return f"{n} edit{'s' * (n > 1)}{how}: {'; '.join(c.title for c in self.columns)}"
+        return f"{n} edit{'s' if n > 1 else ''}{how}: {'; '.join(c.title for c in self.columns)}"
 
     def data(self) -> dict: # columns and rows as plain values, images as arrays
+        "Columns and rows as plain values, images as arrays."
         targets = self.targets or [None] * len(self.edits)
         rows = [dict(prompt=e.prompt, negative_prompt=e.negative, size=e.size, control=c, target=t)
                 for e, c, t in zip(self.edits, self.controls, targets)]
@@ -177,105 +205,115 @@ class Comparison(Display):
         return {"columns": columns, "rows": rows, "images": self.images, what: self.distances,
                 "drift": self.drift}
 
-# %% ../../nbs/evaluation/03_compare.ipynb #8c810ab0
-@patch
-def shown_rows(self:Comparison) -> tuple: # titles, rows of (image, note); before first, after last
-    word = "error" if self.targets else "change"
-    titles = [c.title for c in self.columns]
-    if not self.sampling:
-        titles = [f"{c.title}, {sampling_text(c.steps, c.true_cfg_scale)}" for c in self.columns]
-    rows = []
-    for k, images in enumerate(self.images):
-        notes = [", ".join(filter(None, (f"{word} {distance:.1f}", place_text(drift))))
-                 for distance, drift in zip(self.distances[k], self.drift[k])]
-        after = [(self.targets[k], "")] if self.targets else []
-        rows.append([(self.controls[k], ""), *zip(images, notes), *after])
-    return ["before", *titles, *(["after"] if self.targets else [])], rows
+    def shown_rows(self) -> tuple: # titles, rows of (image, note); before first, after last
+        "The titles, and for each row the images with their notes: before first, after last."
+        word = "error" if self.targets else "change"
+        titles = [c.title for c in self.columns]
+        if not self.sampling:
+            titles = [f"{c.title}, {sampling_text(c.steps, c.true_cfg_scale)}" for c in self.columns]
+        rows = []
+        for k, images in enumerate(self.images):
+            notes = [", ".join(filter(None, (f"{word} {distance:.1f}", place_text(drift))))
+                     for distance, drift in zip(self.distances[k], self.drift[k])]
+            after = [(self.targets[k], "")] if self.targets else []
+            rows.append([(self.controls[k], ""), *zip(images, notes), *after])
+        return ["before", *titles, *(["after"] if self.targets else [])], rows
 
-@patch
-def html(self:Comparison) -> str:
-    titles, rows = self.shown_rows()
-    head = ""
-    if self.sampling:
-        head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>'
-    return head + image_rows(titles, [(e.prompt, row) for e, row in zip(self.edits, rows)])
+    def html(self) -> str:
+        "The comparison as HTML."
+        titles, rows = self.shown_rows()
+        head = ""
+        if self.sampling:
+            head = f'<div style="font-size:13px">edited with {escape(self.sampling)}</div>'
+        return head + image_rows(titles, [(e.prompt, row) for e, row in zip(self.edits, rows)])
 
-@patch
-def build(self:Comparison):
-    import ipywidgets
-    return ipywidgets.VBox([ipywidgets.HTML(self.html())])
+    def build(self):
+        "The comparison as a widget."
+        import ipywidgets
+        return ipywidgets.VBox([ipywidgets.HTML(self.html())])
 
-# %% ../../nbs/evaluation/03_compare.ipynb #8403dca0
-@patch
-def figure(self:Comparison, scale:float=2.0): # matplotlib Figure; scale is inches a cell
-    "The comparison as one figure."
-    titles, rows = self.shown_rows()
-    fig = grid([[p for p, _ in row] for row in rows], scale=scale)
-    fig.set_figheight(fig.get_figheight() + 0.45 * len(rows))
-    fig.get_layout_engine().set(h_pad=0.25) # inches, for the text below
-    plain = lambda text, most: textwrap.shorten(printable_text(text), most, placeholder="...")
-    below = dict(ha="left", va="top", fontsize=7, parse_math=False, in_layout=False)
-    for k, (e, row) in enumerate(zip(self.edits, rows)):
-        axes = fig.axes[k * len(titles):(k + 1) * len(titles)]
-        for a, t, (_, note) in zip(axes, titles, row):
-            if k == 0: a.set_title(plain(t, 40), fontsize=8, parse_math=False)
-            a.text(0, -0.02, note.replace(", ", "\n", 1), transform=a.transAxes, **below)
-        axes[0].text(0, -0.1, plain(e.prompt, 150), transform=axes[0].transAxes, **below)
-    if self.sampling:
-        fig.suptitle(f"edited with {self.sampling}", fontsize=8)
-    return fig
+    def figure(self, scale:float=2.0): # matplotlib Figure; scale is inches a cell
+        "The comparison as one figure."
+        titles, rows = self.shown_rows()
+        fig = grid([[p for p, _ in row] for row in rows], scale=scale)
+        fig.set_figheight(fig.get_figheight() + 0.45 * len(rows))
+        fig.get_layout_engine().set(h_pad=0.25) # inches, for the text below
+        plain = lambda text, most: textwrap.shorten(printable_text(text), most, placeholder="...")
+        below = dict(ha="left", va="top", fontsize=7, parse_math=False, in_layout=False)
+        for k, (e, row) in enumerate(zip(self.edits, rows)):
+            axes = fig.axes[k * len(titles):(k + 1) * len(titles)]
+            for a, t, (_, note) in zip(axes, titles, row):
+                if k == 0:
+                    a.set_title(plain(t, 40), fontsize=8, parse_math=False)
+                a.text(0, -0.02, note.replace(", ", "\n", 1), transform=a.transAxes, **below)
+            axes[0].text(0, -0.1, plain(e.prompt, 150), transform=axes[0].transAxes, **below)
+        if self.sampling:
+            fig.suptitle(f"edited with {self.sampling}", fontsize=8)
+        return fig
 
 # %% ../../nbs/evaluation/03_compare.ipynb #59410b3c
 _OWN = "compared" # name of the adapter from a file
 
 @contextmanager
-def adapters_kept(trainer):
+def adapters_kept(trainer:"QwenImageEditTrainer"):
     "Restore the active adapters and their weights afterwards."
     tr = trainer._transformer()
     lora.check_not_merged(tr)
     before = lora.active_loras(tr)
     with lora.keep_trainable(tr):
-        try: yield tr
+        try:
+            yield tr
         finally:
             lora.remove_loras(tr, [_OWN])
-            if getattr(tr, "peft_config", None): lora.use_loras(tr, before)
+            if getattr(tr, "peft_config", None):
+                lora.use_loras(tr, before)
 
-def _activate(tr, column, before, loaded): # the file that is loaded now
-    if column.bare: lora.use_loras(tr, {})
-    elif column.checkpoint == NOW: lora.use_loras(tr, {n: w * column.weight for n, w in before.items()})
+def _activate(tr:Any, column, before, loaded): # the file that is loaded now
+    if column.bare:
+        lora.use_loras(tr, {})
+    elif column.checkpoint == NOW:
+        lora.use_loras(tr, {n: w * column.weight for n, w in before.items()})
     else:
-        if loaded != column.file: lora.load_lora(tr, column.file, _OWN)
+        if loaded != column.file:
+            lora.load_lora(tr, column.file, _OWN)
         lora.use_loras(tr, {_OWN: column.weight})
         return column.file
     return loaded
 
 # %% ../../nbs/evaluation/03_compare.ipynb #cb845e82
 def denoise_columns(
-    trainer,
-    columns, edits, encoded, # lists of `Column`, and of `Edit` and `EncodedEdit`, one per row
+    trainer:"QwenImageEditTrainer",
+    columns:Sequence[Column], edits:Sequence, encoded:Sequence["EncodedEdit"], # lists of `Column`, and of `Edit` and `EncodedEdit`, one per row
     progress:bool=True, # show rate and time left?
 ) -> list: # per row a list of uint8 [H, W, 3], one per column
+    "Edit every row with the settings of every column; an adapter is loaded once for its columns."
     bar = Progress(sum(c.steps for c in columns) * len(edits), "compare") if progress else None
-    latents, loaded, scheduler = [], None, trainer.components.get("scheduler")
+    latents = []
+    loaded = None
+    scheduler = trainer.components.get("scheduler")
     variant = trainer.components.variant
     try:
         with adapters_kept(trainer) as tr:
             before = lora.active_loras(tr)
             for c in columns:
                 loaded = _activate(tr, c, before, loaded)
-                tr, step = trainer.predictor.at("transformer"), lambda *_: bar and bar.update(note=c.title)
+                tr = trainer.predictor.at("transformer")
+                step = lambda *_: bar and bar.update(note=c.title)
                 sampled = c.steps, c.true_cfg_scale, c.seed, None, dict(c.scheduler), trainer.weight_dtype
                 with added_lora(tr, c.few_steps, c.few_steps_weight):
                     latents.append([denoise_encoded(tr, scheduler, e, *sampled, step, None, variant).cpu()
                                     for e in encoded])
     finally:
-        if bar: bar.close()
-    vae, flat = trainer.predictor.at("vae"), trainer.predictor.encoder.vae_2d
+        if bar:
+            bar.close()
+    vae = trainer.predictor.at("vae")
+    flat = trainer.predictor.encoder.vae_2d
     return [[variant.decode_latents(vae, z, flat)[0] for z in row] for row in zip(*latents)]
 
 # %% ../../nbs/evaluation/03_compare.ipynb #c535ff54
-def _geometry(trainer, columns):
-    d, g = trainer.config.data, replace(trainer.geometry(), crop=False)
+def _geometry(trainer:"QwenImageEditTrainer", columns:Sequence[Column]):
+    d = trainer.config.data
+    g = replace(trainer.geometry(), crop=False)
     metadata = [lora.lora_info(c.file) if c.file else trainer.lora_origin if c.checkpoint == NOW else {}
                 for c in columns]
     sizes = [{k: i[k] for k in ("control_area", "vl_area") if i.get(k)} for i in metadata]
@@ -288,23 +326,23 @@ def _geometry(trainer, columns):
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
                    vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
-def _check_sampling(parts, columns, edits):
+def _check_sampling(parts, columns:Sequence[Column], edits:Sequence):
     for c in columns:
         check_sampling(parts.get("scheduler"), edits, factor_of(parts), c.steps, c.true_cfg_scale,
                        dict(c.scheduler), parts.variant)
 
 # %% ../../nbs/evaluation/03_compare.ipynb #528376c2
 def compare_edits(
-    trainer,
-    images, # one for all rows, or a list with an entry per row, which may be a list of control images
-    prompts, # the instruction, or one per row
-    checkpoints=None, scales=None, seeds=None, # columns, see `columns_of`; default base and now
-    targets=None, # the true result of each row, to measure the error
+    trainer:"QwenImageEditTrainer",
+    images:Any, # one for all rows, or a list with an entry per row, which may be a list of control images
+    prompts:str|Sequence[str], # the instruction, or one per row
+    checkpoints:Sequence|None=None, scales:Sequence[float]|None=None, seeds:Sequence[int]|None=None, # columns, see `columns_of`; default base and now
+    targets:Any=None, # the true result of each row, to measure the error
     seed:int=0, # of the noise, where `seeds` is not given
     negative_prompt:str="", # "" is encoded as " "
     num_inference_steps:int|None=None, true_cfg_scale:float|None=None, # default as `predict` with the column's adapter
     height:int|None=None, width:int|None=None, # pixels; default from each first image's aspect
-    schedule=None, # as in `predict`
+    schedule:str|dict|None=None, # as in `predict`
     progress:bool=True, # show rate and time left?
     columns:list|None=None, # of `Column`, instead of those that the other arguments name
 ) -> Comparison:
@@ -313,15 +351,19 @@ def compare_edits(
     trainer.load_configured_loras()
     columns = columns or columns_of(trainer, checkpoints, scales, [seed] if seeds is None else seeds,
                                     schedule, num_inference_steps, true_cfg_scale)
-    parts, geometry = trainer.components, _geometry(trainer, columns)
+    parts = trainer.components
+    geometry = _geometry(trainer, columns)
     edits = make_edits(parts, geometry, images, prompts, negative_prompt, height, width,
                        [seed] * len(prompts))
-    for c in columns: make_edits(parts, geometry, images[:1], prompts[:1], seed=c.seed) # checks the seed
+    for c in columns:
+        make_edits(parts, geometry, images[:1], prompts[:1], seed=c.seed) # checks the seed
     _check_sampling(parts, columns, edits)
-    if targets is not None: targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
+    if targets is not None:
+        targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
     lora.check_not_merged(tr := trainer._transformer())
     files = [file for c in columns for file in (c.file, c.few_steps) if file]
-    for file in dict.fromkeys(files): lora.read_fitting(tr, file)
+    for file in dict.fromkeys(files):
+        lora.read_fitting(tr, file)
     with trainer.predictor.predicting():
         encoded = encode_edits(trainer.predictor.encoder, edits, geometry,
                                any(c.true_cfg_scale > 1 for c in columns), trainer.predictor.at)
@@ -336,23 +378,26 @@ def _each_row(name, given, n) -> list:
 
 def _rows(images, prompts) -> tuple: # (images, prompts), one entry per row
     several = isinstance(images, (list, tuple))
-    if isinstance(prompts, str): prompts = [prompts] * (len(images) if several else 1)
-    n, prompts = len(prompts), list(prompts)
+    if isinstance(prompts, str):
+        prompts = [prompts] * (len(images) if several else 1)
+    n = len(prompts)
+    prompts = list(prompts)
     return (_each_row("images", images, n) if several else [images] * n), prompts
 
 # %% ../../nbs/evaluation/03_compare.ipynb #532ba233
-def _validation_pairs(trainer): # `ImageDataset`, or None
+def _validation_pairs(trainer:"QwenImageEditTrainer"): # `ImageDataset`, or None
     c = trainer.config.train
-    if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
+    if trainer.held_out is None and (c.val_fraction or c.val_path):
+        trainer.make_loader()
     if trainer.held_out is None:
         trainer.state.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, "
                                 "e.g. to 0.1, to use others")
     return trainer.held_out
 
 def compare_validation(
-    trainer, # after `fit`, or with adapters loaded
+    trainer:"QwenImageEditTrainer", # after `fit`, or with adapters loaded
     n:int=2, # number of pairs, evenly spread, as those of an evaluation
-    data=None, # `ImageDataset`, configuration or folder; default the held-out pairs
+    data:Any=None, # `ImageDataset`, configuration or folder; default the held-out pairs
     num_inference_steps:int|None=None, # default as in an evaluation, or the schedule of the adapter
     true_cfg_scale:float|None=None, # the same; 1 means no guidance and half the time
     seed:int=0, # of the noise
@@ -394,21 +439,24 @@ def results_of(root:Path) -> dict: # {step: held_out.json}
 def loss_in(
     result:dict, # of `held_out.json`
     name:str="losses", # or exchanged
-) -> ValidationLoss: # None if it was not measured
+) -> ValidationLoss|None: # None if it was not measured
     "A loss in a result."
     return ValidationLoss(result[name], result["noises"]) if result.get(name) else None
 
-def change_since(earlier:dict, result:dict) -> LossChange: # None for other pairs or noise samples
+def change_since(earlier:dict, result:dict) -> LossChange|None: # None for other pairs or noise samples
     "How the held-out loss has changed between two results."
+    before = loss_in(earlier)
+    now = loss_in(result)
+    if before is None or now is None: return None
     try:
-        return compare_losses(loss_in(earlier), loss_in(result))
+        return compare_losses(before, now)
     except ValueError:
         return None
 
 # %% ../../nbs/evaluation/03_compare.ipynb #adc20004
 def table(results:list) -> str: # of `evaluate`, with held-out losses
     "Checkpoints with their losses and their difference from the best one, which is marked."
-    best = min(results, key=lambda result: result["held_out_loss"])
+    best = min(results, key=itemgetter("held_out_loss"))
     rows = []
     for result in results:
         change = compare_losses(loss_in(best), loss_in(result))
@@ -471,24 +519,29 @@ def image_words(
 class Evaluation(NamedTuple):
     "What one line says of an evaluation."
     m: Measures
-    loss: float = None
-    change: LossChange = None # since before the first step
-    since: LossChange = None # since the last evaluation
+    loss: float|None = None
+    change: LossChange|None = None # since before the first step
+    since: LossChange|None = None # since the last evaluation
     last: int = 0 # its step
-    earlier: float = None # its mean distance of images, grey levels
+    earlier: float|None = None # its mean distance of images, grey levels
     begun: str = BEGUN
 
     def __str__(self):
         "The line; without what has changed since the last evaluation if it would be too long."
-        m, change, images = self.m, self.change, image_words(self.m, self.earlier, self.last)
+        m = self.m
+        change = self.change
+        images = image_words(self.m, self.earlier, self.last)
         begun = "" if m.step else f" {self.begun}"
         doubted = change is not None and change.verdict == "better" and bool(doubt(m))
-        if change is not None: words = loss_words(change, self.begun, doubted)
-        else: words = "" if self.loss is None else f"loss {digits_text(self.loss, 2)}{begun}"
+        if change is not None:
+            words = loss_words(change, self.begun, doubted)
+        else:
+            words = "" if self.loss is None else f"loss {digits_text(self.loss, 2)}{begun}"
         if doubted and progress_of_images(m) in ("follow", "unknown"):
             words += ", but not by the control images"
         elif doubted:
-            words, images = f"{words}, but {images}", ""
+            words = f"{words}, but {images}"
+            images = ""
         since = ""
         if self.since is not None and self.since.ratio.low is not None:
             word = self.since.verdict

@@ -12,19 +12,25 @@ __all__ = ['LEVELS', 'MARGIN', 'COLUMNS', 'FIELDS', 'LEAST', 'SHIFT', 'SCALE', '
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #42c81982
 import io, math, re, textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
+if TYPE_CHECKING:
+    from qie_nb.data.dataset import ImageDataset
+    from qie_nb.evaluation.validation_loss import ValidationLoss
+    from qie_nb.trainer import QwenImageEditTrainer
+
 from ..config import Config
 from ..core.files import file_name, write_atomic
 from ..core.display import Progress
-from ..data.alignment import measure_alignment
+from ..data.alignment import Alignment, measure_alignment
 from ..data.images import IMAGE_SUFFIXES, open_image
 from ..devices.placement import device_name, is_out_of_memory, temporarily_load
 from .validation_loss import StopCheck, add_up, process, shares
@@ -41,7 +47,8 @@ from ..sampling.denoising import SCHEDULES, pick_schedule
 from ..training.callbacks import EvalImage
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9ac4
-def _style(folder, prompts) -> tuple: # (first image, instruction)
+def _style(folder:Path, prompts:Mapping|None) -> tuple: # (first image, instruction)
+    "One style of a test folder."
     images = sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
     if not images:
         raise ValueError(f"style folder {str(folder)!r} holds no image; put one in or remove the folder")
@@ -55,11 +62,12 @@ def _style(folder, prompts) -> tuple: # (first image, instruction)
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #192d9a01
 def find_styles(
-    folder, # `train.test_image_dir`
+    folder:str|Path, # `train.test_image_dir`
     prompts:dict|None=None, # `train.style_prompts`
 ) -> dict: # {style: (first image, instruction)}
     "The styles of a test folder. Raises FileNotFoundError or ValueError."
-    folder, about = Path(folder), f"`train.test_image_dir` {str(folder)!r}"
+    folder = Path(folder)
+    about = f"`train.test_image_dir` {str(folder)!r}"
     if not folder.is_dir():
         raise FileNotFoundError(f"{about} does not exist; give a folder with one sub-folder per style")
     folders = sorted(d for d in folder.iterdir() if d.is_dir() and not d.name.startswith("."))
@@ -73,23 +81,27 @@ class EvalSampling(NamedTuple):
     steps:int
     true_cfg_scale:float = 4.0 # 1: no guidance
     overrides:dict = {}  # changes of the scheduler's config
-    file:object = None   # LoRA to add to the adapter, if any
+    file:str|Path|None = None # LoRA to add to the adapter, if any
 
     @property
-    def passes(self) -> int: # of the transformer per step
+    def passes(self) -> int:
+        "Calls of the transformer in a step."
         return 2 if self.true_cfg_scale > 1 else 1
 
     @property
-    def note(self) -> list: # for results: images are compared only if it is equal
-        return [self.steps, self.true_cfg_scale, self.file and Path(self.file).name]
+    def note(self) -> list:
+        "For results: images are compared only if it is equal."
+        return [self.steps, self.true_cfg_scale, Path(self.file).name if self.file else None]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #4f113741
-def _few_steps(config, path, sharded) -> tuple: # (file, `SamplingSchedule`)
+def _few_steps(config:Config, path:str, sharded:bool) -> tuple: # (file, `SamplingSchedule`)
+    "A LoRA for few steps, checked."
     about = f"`train.eval_schedule` {path!r}"
     if sharded:
         raise ValueError(f"{about} cannot be added to a sharded model; set it to none, or "
                          "`train.distributed` to ddp")
-    try: file, info = check_lora(path)
+    try:
+        file, info = check_lora(path)
     except (OSError, ValueError) as e:
         want = "`train.eval_schedule` must be none, lightning, or a LoRA for few steps"
         raise type(e)(f"{want}: {e}") from None
@@ -97,7 +109,8 @@ def _few_steps(config, path, sharded) -> tuple: # (file, `SamplingSchedule`)
     if schedule.name == "none":
         raise ValueError(f"{about} does not say for how many steps it was made; name the file like "
                          "...Lightning-4steps.safetensors, or write it by save_lora with `schedule`")
-    if config.model.modulation_table and (found := uses_modulation(lora_layers(file))):
+    found = uses_modulation(lora_layers(file)) if config.model.modulation_table else []
+    if found:
         raise ValueError(f"{about} has {found[0]}, which the modulation table replaces; use a file without "
                          "it, or set `model.modulation_table` to false")
     return file, schedule
@@ -108,32 +121,41 @@ def eval_sampling(
     sharded:bool=False, # is the transformer sharded? Then no adapter can be added
 ) -> EvalSampling:
     "By `train.eval_schedule`. Raises FileNotFoundError or ValueError."
-    wanted, file = config.train.eval_schedule, None
+    wanted = config.train.eval_schedule
     if wanted == "none": return EvalSampling(config.train.eval_num_inference_steps)
-    if wanted in SCHEDULES: s = SCHEDULES[wanted]
-    else: file, s = _few_steps(config, wanted, sharded)
+    file = None
+    if wanted in SCHEDULES:
+        s = SCHEDULES[wanted]
+    else:
+        file, s = _few_steps(config, wanted, sharded)
     return EvalSampling(s.steps, s.true_cfg_scale, dict(s.scheduler), file)
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #4b7591bd
 @contextmanager
 def added_lora(
-    transformer,
-    file=None, # None: nothing is added
+    transformer:Any, # QwenImageTransformer2DModel
+    file:str|Path|None=None, # None: nothing is added
     weight:float=1.0, # factor on its scale
-):
+) -> Iterator[None]:
     "Context in which a LoRA is added to the adapters in use."
-    if file is None: yield; return
-    read, before, name = read_fitting(transformer, file), active_loras(transformer), "few_steps"
+    if file is None:
+        yield
+        return
+    name = "few_steps"
+    read = read_fitting(transformer, file)
+    before = active_loras(transformer)
     try:
         with keep_trainable(transformer):
             load_lora(transformer, read, name)
             use_loras(transformer, before | {name: weight})
-        with torch.compiler.set_stance("force_eager"): yield # compiled blocks know only the trained adapter
-    finally: remove_loras(transformer, [name])
+        with torch.compiler.set_stance("force_eager"): # compiled blocks know only the trained adapter
+            yield
+    finally:
+        remove_loras(transformer, [name])
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10006
 def box_mean(
-    a, # [H, W]
+    a:np.ndarray, # [H, W]
     r:int, # pixels
 ) -> np.ndarray: # float64 [H, W]
     "Mean over (2 r + 1)**2 pixels; the edges are repeated."
@@ -141,10 +163,12 @@ def box_mean(
     return uniform_filter(a.astype(float), 2 * r + 1, mode="nearest")
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10007
-LEVELS, MARGIN = 12, 1 / 32 # least difference in grey levels, of 255; share of the longer side
+LEVELS = 12 # least difference in grey levels, of 255
+MARGIN = 1 / 32 # share of the longer side
 
 def changed_region(
-    control, target, # uint8 [H, W, 3] of one size
+    control:np.ndarray, # uint8 [H, W, 3]
+    target:np.ndarray, # the same, of one size
 ) -> np.ndarray: # bool [H, W]
     "Where the 3 x 3 means of a colour differ by more than `LEVELS`, with a margin on each side."
     from scipy.ndimage import maximum_filter
@@ -157,49 +181,69 @@ COLUMNS = ("drift_shift_px", "drift_scale_percent", "outside_psnr", "inside_erro
            "outside_contrast", "detail_ratio")
 FIELDS = (*COLUMNS, "dx", "dy", "sx", "sy", "target_shift_px", "target_scale_percent") # of one image
 
-def shift_and_scale(found) -> dict: # `Alignment`, or None; what it cannot tell is left out
+def shift_and_scale(
+    found:Alignment|None, # None: it could not be measured
+) -> dict: # {name in `PLACE`: number}; what it cannot tell is left out
     "`drift_shift_px`: sqrt(dx**2 + dy**2); `drift_scale_percent`: 100 (s - 1), s being sx or sy."
-    dx, dy, sx, sy = found[:4] if found else [None] * 4
-    row = {} if None in (dx, dy) else dict(drift_shift_px=math.hypot(dx, dy))
-    if None in (sx, sy): return row
-    return row | dict(drift_scale_percent=100 * max(sx - 1, sy - 1, key=abs))
+    row: dict[str, float] = {}
+    if found is None: return row
+    if found.dx is not None and found.dy is not None:
+        row["drift_shift_px"] = math.hypot(found.dx, found.dy)
+    if found.sx is not None and found.sy is not None:
+        row["drift_scale_percent"] = 100 * max(found.sx - 1, found.sy - 1, key=abs)
+    return row
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d1000b
-def luma(a) -> np.ndarray: # uint8 [H, W, 3]; float64 [H, W], 0 to 255
+def luma(
+    a:np.ndarray, # uint8 [H, W, 3]
+) -> np.ndarray: # float64 [H, W], 0 to 255
     "Perceived brightness (ITU-R BT.601)."
     return a @ np.array([0.299, 0.587, 0.114])
 
-def psnr(a, b) -> float: # dB, at most 58.9: the error of rounding is counted
+def psnr(
+    a:np.ndarray, # uint8, of any shape
+    b:np.ndarray, # of the same
+) -> float: # dB, at most 58.9: the error of rounding is counted
     "10 log10(255**2 / max(mean((a - b)**2), 1 / 12))."
     return 10 * math.log10(255**2 / max(np.mean((a.astype(float) - b)**2), 1 / 12))
 
-def detail(a) -> float:
+def detail(
+    a:np.ndarray, # uint8 [H, W, 3]
+) -> float:
     "High-frequency energy: mean square of the brightness less its 3 x 3 mean."
     return float(np.mean((luma(a) - box_mean(luma(a), 1))**2))
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d1000c
-def inside_and_outside(edited, target, region) -> dict: # uint8 [H, W, 3], bool [H, W]
+def inside_and_outside(
+    edited:np.ndarray, # uint8 [H, W, 3]
+    target:np.ndarray, # the same
+    region:np.ndarray, # bool [H, W], as of `changed_region`
+) -> dict: # {name in `COLUMNS`: number}
     """`inside_error`: root mean square, grey levels. `outside_colour`: root mean square of the differences of
     the three colours' means, grey levels. `outside_contrast`: 100 (s / s_target - 1) per cent, with s the
     standard deviation of the brightness."""
-    out, row = ~region, {}
+    out = ~region
+    row = {}
     if region.any():
         row["inside_error"] = float(np.sqrt(np.mean((edited[region].astype(float) - target[region])**2)))
     if out.mean() < 0.05: return row # too little to judge
-    a, b = edited[out], target[out]
+    a = edited[out]
+    b = target[out]
     colour = a.mean(0) - b.mean(0)
     row |= dict(outside_psnr=psnr(a, b), outside_colour=float(np.sqrt(np.mean(colour**2))))
-    before, after = luma(b).std(), luma(a).std()
-    return row | (dict(outside_contrast=float(100 * (after / before - 1))) if before > 1 else {})
+    before = luma(b).std()
+    if before > 1:
+        row["outside_contrast"] = float(100 * (luma(a).std() / before - 1))
+    return row
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d1000d
 LEAST = 64 # pixels of the shorter side; smaller images do not tell shift and scale
 
 def drift_of(
-    edited, # uint8 [H, W, 3]
-    control=None, # PIL image or uint8 [h, w, 3]; None: text-to-image
-    target=None, # of the true pair: uint8 [H, W, 3]
-    pair=None, # `Alignment` of target and control, if known
+    edited:np.ndarray, # uint8 [H, W, 3]
+    control:Any=None, # PIL image or uint8 [h, w, 3]; None: text-to-image
+    target:np.ndarray|None=None, # of the true pair: uint8 [H, W, 3]
+    pair:Alignment|None=None, # of target and control, if known
 ) -> dict: # {name in `FIELDS`: number}
     "The measures of an edited image, without those that cannot be told."
     small = control is None or min(edited.shape[:2]) < LEAST
@@ -211,27 +255,44 @@ def drift_of(
         row |= inside_and_outside(edited, target, changed_region(at_size(control, target), target))
     row |= {k.replace("drift", "target"): v for k, v in shift_and_scale(pair).items()}
     energy = detail(target)
-    return row | (dict(detail_ratio=detail(edited) / energy) if energy > 0.01 else {})
+    if energy > 0.01:
+        row["detail_ratio"] = detail(edited) / energy
+    return row
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10011
-def pack(row:dict) -> list: # numbers, then 1 for those that are known
+def pack(
+    row:Mapping, # of `drift_of`
+) -> list: # 2 * len(FIELDS) floats
+    "The measures as numbers that processes can add up, then 1 for those that are known."
     return [float(row.get(k, 0)) for k in FIELDS] + [float(k in row) for k in FIELDS]
 
-def unpack(numbers) -> dict:
+def unpack(
+    numbers:Sequence[float], # of `pack`
+) -> dict: # {name in `FIELDS`: number}, rounded
+    "The inverse of `pack`."
     n = len(FIELDS)
     return {k: round(v, 4) for k, v, known in zip(FIELDS, numbers[:n], numbers[n:]) if known > 0.5}
 
-def medians(rows) -> dict: # of `drift_of`; {column of `COLUMNS`: number}
-    known = {k: [r[k] for r in rows if k in r] for k in COLUMNS}
-    return {k: float(np.median(v)) for k, v in known.items() if v}
+def medians(
+    rows:Iterable[Mapping], # of `drift_of`
+) -> dict: # {column of `COLUMNS`: number}
+    "The median of each measure over the images that have it."
+    rows = list(rows)
+    found = {}
+    for column in COLUMNS:
+        known = [row[column] for row in rows if column in row]
+        if known:
+            found[column] = float(np.median(known))
+    return found
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10014
-SHIFT, SCALE = 2., 1. # pixels and per cent that are worth a word
+SHIFT = 2. # pixels that are worth a word
+SCALE = 1. # per cent
 PLACE = COLUMNS[:2]
 SHARES = ( # (a ratio below this, in words)
     (0.15, "a tenth"), (0.28, "a quarter"), (0.42, "a third"), (0.6, "half"), (0.75, "two thirds"))
 
-def place_text(row:dict) -> str: # of `drift_of`; "" if shift and scale are small or unknown
+def place_text(row:Mapping) -> str: # of `drift_of`; "" if shift and scale are small or unknown
     "Shift and scale that are worth a word."
     px = row.get(PLACE[0], 0)
     percent = row.get(PLACE[1], 0)
@@ -240,7 +301,7 @@ def place_text(row:dict) -> str: # of `drift_of`; "" if shift and scale are smal
         parts.append(f"scale {percent:+.1f} %")
     return ", ".join(parts)
 
-def detail_text(row:dict) -> str: # "" if there is about as much as in the target
+def detail_text(row:Mapping) -> str: # "" if there is about as much as in the target
     "How much fine detail an edit has."
     ratio = row.get("detail_ratio", 1.)
     share = next((words for limit, words in SHARES if ratio < limit), "")
@@ -248,41 +309,54 @@ def detail_text(row:dict) -> str: # "" if there is about as much as in the targe
         return f"blurred: {share} of the target's fine detail"
     return f"rough: {ratio:.1f} times the target's fine detail" if ratio >= 2 else ""
 
-def notable_text(row:dict) -> str: # of `drift_of` or `medians`; "" without drift
+def notable_text(row:Mapping) -> str: # of `drift_of` or `medians`; "" without drift
     "Place and detail in words, only where they are off."
     return ", ".join(filter(None, (place_text(row), detail_text(row))))
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10015
-def notable(rows, what="drift") -> tuple: # (pixels, per cent); None where most rows are below the limit
+def _most(values:Sequence[float], limit:float, of:int) -> bool:
+    "Do more than half of `of` images reach a limit?"
+    return 2 * sum(v >= limit for v in values) > of
+
+def notable(
+    rows:Sequence[Mapping], # of `drift_of`
+    what:str="drift", # or target
+) -> tuple: # (pixels, per cent); None where most rows are below the limit
     "Medians of shift and scale that are worth a line."
     shifts = [r[f"{what}_shift_px"] for r in rows if f"{what}_shift_px" in r]
     scales = [r[f"{what}_scale_percent"] for r in rows if f"{what}_scale_percent" in r]
     sign = math.copysign(1, float(np.median(scales))) if scales else 1
-    most = lambda values, limit: 2 * sum(v >= limit for v in values) > len(rows)
-    return (float(np.median(shifts)) if most(shifts, SHIFT) else None,
-            float(np.median(scales)) if most([sign * v for v in scales], SCALE) else None)
+    px = float(np.median(shifts)) if _most(shifts, SHIFT, len(rows)) else None
+    grown = [sign * v for v in scales]
+    percent = float(np.median(scales)) if _most(grown, SCALE, len(rows)) else None
+    return px, percent
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #c3d10016
 def say_drift(
-    rows, before=(), # of `drift_of`; the same images before the first step
+    rows:Sequence[Mapping], # of `drift_of`
+    before:Sequence[Mapping]=(), # of the same images before the first step
 ) -> str: # "" if there is nothing to say
     "One sentence about shift and scale, and where they come from."
     px, percent = notable(rows)
     if px is None and percent is None: return ""
-    one, than = len(rows) == 1, "against" if percent is None else "than"
+    one = len(rows) == 1
+    than = "against" if percent is None else "than"
     parts = [f"shifted by {px:.1f} px"] if px is not None else []
     if percent is not None:
         parts.append(f"{abs(percent):.1f} % {'larger' if percent > 0 else 'smaller'}")
     who = "the edited image is" if one else "the edited images are"
     line = f"{who} {' and '.join(parts)} {than} {'its control' if one else 'their controls'}"
-    if not one: line += f" (median of {len(rows)})"
-    if learned := _place_text(notable([r for r in rows if "target_shift_px" in r], "target")):
+    if not one:
+        line += f" (median of {len(rows)})"
+    learned = _place_text(notable([r for r in rows if "target_shift_px" in r], "target"))
+    if learned:
         targets = "is its target" if one else "are their targets"
         line += f"; so {targets} ({learned}): `qie-nb check FOLDER --align OUT` writes aligned pairs"
     if 2 * sum("drift_shift_px" in r for r in before) <= len(before): return line
     return f"{line}; before the first step: {_place_text(notable(before)) or 'not'}"
 
-def _place_text(found) -> str: # of `notable`
+def _place_text(found:tuple) -> str: # of `notable`
+    "Shift and scale of several images in words."
     return place_text({k: v for k, v in zip(PLACE, found) if v is not None})
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787256
@@ -293,16 +367,16 @@ class EvalCase:
     caption: str
     shape: tuple      # of the latent: (C, 1, h, w)
     controls: list    # of [1, C, 1, h, w]
-    cond: object      # [1, L, D] embedding of the prompt
-    uncond: object    # of the empty prompt, or None: no guidance
-    shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
-    control: object = None # the first control image at the edit's size, uint8 [H, W, 3], or None
-    pair: object = None # `Alignment` of target and control, or None
+    cond: torch.Tensor # [1, L, D] embedding of the prompt
+    uncond: torch.Tensor|None # of the empty prompt; None: no guidance
+    shown: tuple[np.ndarray, ...] = () # control, and target if there is one: uint8 [H, W, 3]
+    control: np.ndarray|None = None # the first control image at the edit's size, uint8 [H, W, 3]
+    pair: Alignment|None = None # of target and control
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #08787202
 def pair_cases(
-    trainer,
-    dataset, # `ImageDataset`
+    trainer:"QwenImageEditTrainer",
+    dataset:"ImageDataset",
     n:int, # number of pairs
     guidance:bool=True, # is the empty prompt needed?
     own:bool=False, # `train.samples`, which have no target?
@@ -310,8 +384,10 @@ def pair_cases(
     "Pairs to edit, spread over the data set."
     cases = []
     for k, i in enumerate(spread(n, len(dataset))):
-        s, images, got = dataset.samples[i], dataset.images(i), encoded_sample(trainer, dataset, i, guidance)
-        shown = shown_control(images["control"], images["image"]), images["image"]
+        s = dataset.samples[i]
+        images = dataset.images(i)
+        got = encoded_sample(trainer, dataset, i, guidance)
+        shown = (shown_control(images["control"], images["image"]), images["image"])
         name = file_name(s.id) if own else f"{k:02}_{file_name(s.id)}"
         control = at_size(images["control"][0], images["image"]) if images["control"] else None
         pair = None if own or control is None else measure_alignment(control, images["image"])
@@ -321,42 +397,51 @@ def pair_cases(
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c788
 def style_cases(
-    trainer,
+    trainer:"QwenImageEditTrainer",
     styles:dict, # from `find_styles`
 ) -> list: # of `EvalCase`
     "Every style's image with every other style's instruction."
     encoder = trainer.encoder(None, trainer.vae_device, trainer.text_device, exact=True)
-    geometry, cases = replace(trainer.geometry(), crop=False), []
+    geometry = replace(trainer.geometry(), crop=False)
+    cases: list[EvalCase] = []
     for a in styles:
         prompts = {b: prompt for b, (_, prompt) in styles.items() if b != a}
         edits = make_edits(trainer.components, geometry, styles[a][0], list(prompts.values()))
         control = np.asarray(edits[0].images[0].resize(edits[0].size, Image.Resampling.LANCZOS))
         shown = (shown_control(edits[0].images, control),)
-        cases += [EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond, shown, control)
-                  for (b, prompt), got in zip(prompts.items(), encode_edits(encoder, edits, geometry))]
+        encoded = encode_edits(encoder, edits, geometry)
+        for (b, prompt), got in zip(prompts.items(), encoded):
+            cases.append(EvalCase(f"{a}_to_{b}", prompt, got.shape, got.controls, got.cond, got.uncond,
+                                  shown, control))
     return cases
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #fb85c702
 def eval_cases(
-    trainer,
+    trainer:"QwenImageEditTrainer",
     styles:dict|None=None, # from `find_styles`
 ) -> list: # of `EvalCase`
     "The run's evaluation images, encoded at the first call."
     data = trainer.held_out if is_available(trainer.components, "vae") else None
-    n, own = trainer.config.train.eval_images, trainer.config.train.samples
+    n = trainer.config.train.eval_images
+    own = trainer.config.train.samples
     ids = [s.id for s in data.samples] if data else ()
     guidance = eval_sampling(trainer.config).true_cfg_scale > 1
     key = repr((n if data else 0, ids, styles, own, trainer.geometry(), guidance))
     if trainer.data.eval_cases[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             cases = pair_cases(trainer, data, n, guidance) if data else []
-            if own: cases += pair_cases(trainer, trainer.data.eval_data(), len(own), guidance, own=True)
-            if styles: cases += style_cases(trainer, styles)
+            if own:
+                cases += pair_cases(trainer, trainer.data.eval_data(), len(own), guidance, own=True)
+            if styles:
+                cases += style_cases(trainer, styles)
         trainer.data.eval_cases = key, cases
     return trainer.data.eval_cases[1]
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #e3351cbc
-def save_image(path, image): # .jpg; uint8 [H, W, 3], or a PIL image
+def save_image(
+    path:Path, # .jpg
+    image:np.ndarray|Image.Image, # uint8 [H, W, 3]
+):
     "Write an image atomically."
     if not isinstance(image, Image.Image):
         image = Image.fromarray(image)
@@ -382,12 +467,19 @@ def overview(
     return image_sheet(list(zip(rows, captions)), ["before", "edit", "after"][:n])
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #5779a363
-def image_error(a, b) -> float: # uint8 [H, W, 3]
+def image_error(
+    a:np.ndarray, # uint8 [H, W, 3]
+    b:np.ndarray, # the same, or one colour [3]
+) -> float:
     "Root mean square difference in grey levels, 0 to 255."
     return float(np.sqrt(np.mean((a.astype(float) - b.astype(float))**2)))
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #2c6addd6
-def measured(image, case) -> list: # uint8 [H, W, 3], `EvalCase`; distance from the target, `pack`ed drift
+def measured(
+    image:np.ndarray, # uint8 [H, W, 3], edited
+    case:EvalCase,
+) -> list: # of 1 + 2 * len(FIELDS) floats
+    "An image's distance from its target, 0 without one, and its `pack`ed drift."
     target = case.shown[1] if case.shown[1:] else None
     error = 0. if target is None else image_error(image, target)
     return [error, *pack(drift_of(image, case.control, target, case.pair))]
@@ -397,7 +489,7 @@ class ImageDecoder:
     "Decodes evaluation images where the plan says; after out-of-memory on the CPU."
     def __init__(self,
         trainer:"QwenImageEditTrainer",
-        cases:list, # of `EvalCase`
+        cases:Sequence[EvalCase],
     ):
         self.trainer = trainer
         latent_pixels = max((case.shape[-2] * case.shape[-1] for case in cases), default=0)
@@ -452,46 +544,69 @@ class ImageDecoder:
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #299dce66
 def render_eval_images(
-    trainer,
-    cases, # list of `EvalCase`
-    out, # folder for `<name>.jpg` of each case, and `grid.jpg` of the pairs
+    trainer:"QwenImageEditTrainer",
+    cases:Sequence[EvalCase],
+    out:str|Path, # folder for `<name>.jpg` of each case, and `grid.jpg` of the pairs
     steps:int|None=None, # default those of `train.eval_schedule`
 ) -> list: # of `EvalImage`
     "Edit and write the images. Raises `StopRequested`."
-    sampling, out = eval_sampling(trainer.config), Path(out)
-    if steps: sampling = sampling._replace(steps=steps)
+    out = Path(out)
+    sampling = eval_sampling(trainer.config)
+    if steps:
+        sampling = sampling._replace(steps=steps)
     check = StopCheck(trainer, sampling.passes)
     decode = ImageDecoder(trainer, cases)
-    todo, (me, every) = shares(len(cases), trainer), process(trainer)
+    todo = shares(len(cases), trainer)
+    me, _ = process(trainer)
     numbers = torch.zeros(len(cases), 1 + 2 * len(FIELDS)) # error and drift
     bar = Progress(len(todo) * sampling.steps, "images") if todo and me == 0 else None
+
     def on_step(*_):
-        if bar: bar.update()
+        if bar:
+            bar.update()
         check()
     with temporarily_load(trainer.components, "vae"), added_lora(trainer._transformer(), sampling.file):
         for i, counts in todo:
-            latent = edit_cached(trainer, cases[i], *sampling[:2], overrides=sampling.overrides,
-                                 on_step=on_step)
+            latent = edit_cached(trainer, cases[i], sampling.steps, sampling.true_cfg_scale,
+                                 overrides=sampling.overrides, on_step=on_step)
             if not counts: continue
             image = decode(latent)
             save_image(out/f"{cases[i].name}.jpg", image)
             numbers[i] = torch.tensor(measured(image, cases[i]))
-    if bar: bar.close()
-    numbers = add_up(trainer, numbers).tolist() # also waits for the other processes' files
-    made = [EvalImage(s.name, s.caption, out/f"{s.name}.jpg", s.shown, e if s.shown[1:] else None, unpack(d))
-            for s, (e, *d) in zip(cases, numbers)]
-    pairs = [(s, np.asarray(Image.open(s.file))) for s in made if s.shown] if me == 0 else []
-    if pairs: save_image(out/"grid.jpg", overview(pairs))
+    if bar:
+        bar.close()
+    rows = add_up(trainer, numbers).tolist() # also waits for the other processes' files
+    made = []
+    for case, (error, *drift) in zip(cases, rows):
+        known = error if case.shown[1:] else None
+        made.append(EvalImage(case.name, case.caption, out/f"{case.name}.jpg", case.shown, known, unpack(drift)))
+    pairs = []
+    if me == 0:
+        pairs = [(s, np.asarray(Image.open(out/f"{s.name}.jpg"))) for s in made if s.shown]
+    if pairs:
+        save_image(out/"grid.jpg", overview(pairs))
     return made
 
 # %% ../../nbs/evaluation/01_eval_images.ipynb #5779a3d1
-def image_errors(images) -> dict: # of `EvalImage`s of pairs: {name: error}
+def image_errors(
+    images:Iterable[EvalImage],
+) -> dict: # {name: grey levels}
+    "The distances of edited pairs from their targets."
     return {i.name: i.error for i in images if i.error is not None}
 
-def drifts(images) -> dict: # {name: {measure: number}}
+def drifts(
+    images:Iterable[EvalImage],
+) -> dict: # {name: {measure: number}}
+    "The drift of each image that has one."
     return {i.name: i.drift for i in images if i.drift is not None}
 
-def logged_numbers(held, images) -> dict: # {logged column: number}; held: `ValidationLoss` or None
-    errors, row = image_errors(images).values(), held.row() if held else {}
-    if errors: row["held_out_image_error"] = sum(errors) / len(errors)
+def logged_numbers(
+    held:"ValidationLoss|None",
+    images:Sequence[EvalImage],
+) -> dict: # {logged column: number}
+    "What an evaluation logs: loss, mean distance of the images, and the medians of their drift."
+    row = held.row() if held else {}
+    errors = image_errors(images).values()
+    if errors:
+        row["held_out_image_error"] = sum(errors) / len(errors)
     return row | medians(drifts(images).values())

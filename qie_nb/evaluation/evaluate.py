@@ -12,9 +12,12 @@ import json, time
 from contextlib import nullcontext
 from pathlib import Path
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastcore.basics import patch
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
 
 from ..config import Config
 from ..core.display import short_time
@@ -40,11 +43,11 @@ TRAINED = 4 # pairs that are trained on, whose loss the tests compute
 
 class Evaluated(NamedTuple):
     "What an evaluation computed; the last three by its tests."
-    held_out: ValidationLoss = None
-    images: list = () # of `EvalImage`
-    exchanged: ValidationLoss = None # with the control images of other pairs
-    swapped: ValidationLoss = None # with control and target exchanged
-    training: ValidationLoss = None # of some pairs that are trained on
+    held_out: ValidationLoss|None = None
+    images: list = [] # of `EvalImage`
+    exchanged: ValidationLoss|None = None # with the control images of other pairs
+    swapped: ValidationLoss|None = None # with control and target exchanged
+    training: ValidationLoss|None = None # of some pairs that are trained on
 
 def run_tests(trainer:"QwenImageEditTrainer") -> dict: # {field of `Evaluated`: `ValidationLoss`}
     "The losses that tell one cause from another; they need pairs."
@@ -87,17 +90,17 @@ def weighted(result:dict, name:str) -> dict: # {pair: loss}
     "A measured loss without those of the noise levels; empty if it was not measured."
     return {pair: losses[0] for pair, losses in (result.get(name) or {}).items()}
 
-def ratio_since(first:dict, result:dict, name:str) -> Interval:
+def ratio_since(first:dict, result:dict, name:str) -> Interval|None:
     "A loss relative to that before the first step; None if they cannot be compared."
     if first.get("noises") != result.get("noises"):
         return None
     return loss_ratio(weighted(first, name), weighted(result, name))
 
-def control_ratio(result:dict) -> Interval:
+def control_ratio(result:dict) -> Interval|None:
     "The loss with the control images of other pairs, relative to that with the own ones; or None."
     return loss_ratio(weighted(result, "losses"), weighted(result, "exchanged"))
 
-def mean(values) -> float: # None without a value
+def mean(values:Iterable[float]) -> float|None: # None without a value
     "The mean of some numbers."
     values = list(values)
     return sum(values) / len(values) if values else None
@@ -105,24 +108,29 @@ def mean(values) -> float: # None without a value
 def pace_of(
     results:dict, # {step: result}
     step:int,
-) -> float: # None if there are not two evaluations after step 0
+) -> float|None: # None if there are not two evaluations after step 0
     "The fall of the held-out loss a step since the last evaluation, relative to that until then."
     steps = sorted(n for n in results if n <= step)
     if len(steps) < 3 or steps[0] != 0:
         return None
     last = steps[-2]
-    start, then, now = (weighted(results[n], "losses") for n in (0, last, step))
+    start = weighted(results[0], "losses")
+    then = weighted(results[last], "losses")
+    now = weighted(results[step], "losses")
     if not start.keys() == then.keys() == now.keys():
         return None
-    before = (mean(start.values()) - mean(then.values())) / last
-    since = (mean(then.values()) - mean(now.values())) / (step - last)
+    first, middle, end = mean(start.values()), mean(then.values()), mean(now.values())
+    if first is None or middle is None or end is None:
+        return None
+    before = (first - middle) / last
+    since = (middle - end) / (step - last)
     return since / before if before > 0 else 0. # nothing fell
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #687d6f02
 class Distances(NamedTuple):
     "Mean distance of the edited images from their targets, grey levels."
-    now: float = None
-    before: float = None # the first step; of the same images, sampled in the same way
+    now: float|None = None
+    before: float|None = None # the first step; of the same images, sampled in the same way
 
 def image_distances(first:dict, result:dict) -> Distances:
     "Those of a result and of the one before the first step."
@@ -149,9 +157,11 @@ def measures_of(
     steps:int=100, # planned
 ) -> Measures:
     "All that is known at an evaluation."
-    first, now = results.get(0, {}), results[step]
+    first = results.get(0, {})
+    now = results[step]
     image, before = image_distances(first, now)
-    lora, optimizer = config.model.lora, config.optimizer
+    lora = config.model.lora
+    optimizer = config.optimizer
     known = dict(step=step, steps=steps, pairs=pairs, controls=control_ratio(now), image=image,
                  image_before=before if step else None, control=now.get("control_error"),
                  blank=now.get("blank_error"), lr=optimizer.lr, optimizer=optimizer.name,
@@ -175,7 +185,8 @@ def say_change(
     first = results.get(0) if m.step else None
     last = max((n for n in results if 0 < n < m.step), default=0)
     then = results[last] if last else {}
-    loss = loss_in(result).interval.mean
+    measured = loss_in(result)
+    loss = measured.interval.mean if measured else None
     change = change_since(first, result) if first else None
     since = change_since(then, result) if then else None
     earlier = image_distances(then, result).before
@@ -186,17 +197,18 @@ def rows_of(results:dict) -> list: # {step: result}; of JSON-ready dicts
     rows = []
     for step, result in sorted(results.items()):
         change = change_since(results[0], result) if step and 0 in results else None
-        ratio = change and list(change.ratio)
+        ratio = list(change.ratio) if change else None
         if change and change.pairs < LEAST_SHOWN:
-            ratio[1:] = None, None
-        rows.append(dict(step=step, loss=list(loss_in(result).interval), ratio=ratio,
+            ratio = [change.ratio.mean, None, None]
+        measured = loss_in(result)
+        rows.append(dict(step=step, loss=list(measured.interval) if measured else None, ratio=ratio,
                          image=mean((result.get("image_errors") or {}).values())))
     return rows
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #6c80ee05
 def first_advice(m:Measures) -> Advice:
     "What the use of the control images says before the first step."
-    if direction(m.controls) in ("rises", "unknown"):
+    if m.controls is None or direction(m.controls) in ("rises", "unknown"):
         return Advice()
     ratio = f"{m.controls.mean:.2f} times, {m.controls.low:.2f} to {m.controls.high:.2f}"
     return Advice("cannot tell", "with the control images of other pairs the model's loss is no "
@@ -231,37 +243,45 @@ class EvaluationCallback(Callback):
         self.styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
         samples_of(config.train.samples, config.data.trigger_word) # raises for a missing file
         eval_sampling(config, sharded) # the same
-        self.results = {} # {step: result} of the run's evaluations
+        self.results: dict[int, dict] = {} # {step: result} of the run's evaluations
         self.begun = BEGUN # what was evaluated before the first step
-        self.at, self.pace = 0, None # at: the last evaluated step
+        self.at = 0 # the last evaluated step
+        self.pace: float|None = None # seconds of a forward pass
         self.checked = False # were the tests made after a step of this session?
         self.advice = Advice() # of the last evaluation
-        self.drift = {} # {image: measures} before the first step
-        self.interval = None # `EvalInterval` of the plan
+        self.drift: dict[str, dict] = {} # {image: measures} before the first step
+        self.interval: Any = None # `EvalInterval` of the plan
 
-    def enabled(self, t):
+    def enabled(self, t:"QwenImageEditTrainer"):
+        "Is the run evaluated, and on something?"
         c = t.config.train
         return (c.eval_interval or c.eval_steps) and (t.held_out or self.styles or c.samples)
 
-    def prepare(self, t):
-        if self.enabled(t): check_parts(t, self.styles), eval_cases(t, self.styles)
+    def prepare(self, t:"QwenImageEditTrainer"):
+        "Encode the evaluation images. Raises ValueError if the model lacks a part for them."
+        if self.enabled(t):
+            check_parts(t, self.styles)
+            eval_cases(t, self.styles)
 
-    def on_train_begin(self, t):
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Read the results of a resumed run, and evaluate before the first step."
         self.at = t.global_step
         earlier = results_of(t.checkpoint_root()) if self.at else {}
         self.results = {step: result for step, result in earlier.items() if step <= self.at}
-        first, note = self.results.get(0, {}), eval_sampling(t.config).note
+        first = self.results.get(0, {})
+        note = eval_sampling(t.config).note
         self.drift = first.get("drift") or {} if first.get("image_sampling", note) == note else {}
         self.begun = "at step 0" if t.config.model.lora.pretrained_weight else BEGUN
         self.prepare(t)
         if not self.enabled(t): return
         if t.state.pending:
             return self.evaluate(t, t.state.pending)
-        first = not self.at and t.config.train.eval_at_start
-        if first and not shared_stop(t):
+        begins = not self.at and t.config.train.eval_at_start
+        if begins and not shared_stop(t):
             self.evaluate(t)
 
-    def on_step_end(self, t):
+    def on_step_end(self, t:"QwenImageEditTrainer"):
+        "Evaluate when it is due, or edit the images when that is asked for."
         t.state.eval_images = None
         over = t.state.stop == "done" or t.global_step >= t.state.max_steps > 0
         now = asked_for_images(t)
@@ -272,19 +292,20 @@ class EvaluationCallback(Callback):
         else:
             self.evaluate(t)
 
-    def is_due(self, t) -> bool:
+    def is_due(self, t:"QwenImageEditTrainer") -> bool:
         "Does an interval end with the last step? The plan is read once."
         if self.interval is None:
             self.interval = t.plan.eval_interval.value
         return due(t.state, *self.interval.of(t.state.max_steps))
 
-    def on_train_end(self, t):
+    def on_train_end(self, t:"QwenImageEditTrainer"):
+        "Evaluate a run that is done, and sum up."
         if self.enabled(t) and self.at != t.global_step and shared_stop(t) == "done":
             self.evaluate(t)
         if process(t)[0] == 0:
             self.sum_up(t)
 
-    def sum_up(self, t):
+    def sum_up(self, t:"QwenImageEditTrainer"):
         "Print at the end of a run what its last lines do not say."
         if self.advice.text and self.at != t.global_step:
             print(f"advice after step {self.at}: {self.advice.text}")
@@ -293,145 +314,154 @@ class EvaluationCallback(Callback):
             print(f"no evaluated step has a lower held-out loss than {self.begun} ({best[0]:.4f}), "
                   "so there is no checkpoint `best`")
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #bd3146c9
-@patch
-def plan(self:EvaluationCallback, t) -> EvalWork:
-    "What an evaluation computes; the last one, and long ones in a batch run, are announced."
-    c, cases, pairs = t.config.train, eval_cases(t, self.styles), len(t.held_out or ())
-    n, sampled, every = len(cases), eval_sampling(t.config), process(t)[1]
-    parts = [f"{n} image{'s' * (n > 1)} x {sampled.steps} steps"] * bool(n)
-    parts += [f"loss of {pairs} pair{'s' * (pairs > 1)}"] * bool(pairs)
-    which = "final evaluation" if t.state.stop == "done" else "evaluation"
-    if not t.global_step: which = "evaluation before the first step"
-    batches = -(-pairs // t.config.data.batch_size) * NOISES
-    passes = -(-n // every) * sampled.steps * sampled.passes
-    passes += -(-batches // every) * len(PARTS)
-    if self.tests(t):
-        passes += self.passes_of_tests(t, every)
-    work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
-    if left := work.seconds_left(): work.what += f", about {short_time(left)}"
-    if t.state.poll is None and process(t)[0] == 0 and (left or 0) > 10: print(work.what)
-    return work
+    def plan(self, t:"QwenImageEditTrainer") -> EvalWork:
+        "What an evaluation computes; the last one, and long ones in a batch run, are announced."
+        n = len(eval_cases(t, self.styles))
+        pairs = len(t.held_out or ())
+        sampled = eval_sampling(t.config)
+        me, every = process(t)
+        parts = []
+        if n:
+            parts.append(f"{n} image{'s' if n > 1 else ''} x {sampled.steps} steps")
+        if pairs:
+            parts.append(f"loss of {pairs} pair{'s' if pairs > 1 else ''}")
+        which = "final evaluation" if t.state.stop == "done" else "evaluation"
+        if not t.global_step:
+            which = "evaluation before the first step"
+        batches = -(-pairs // t.config.data.batch_size) * NOISES
+        passes = -(-n // every) * sampled.steps * sampled.passes
+        passes += -(-batches // every) * len(PARTS)
+        if self.tests(t):
+            passes += self.passes_of_tests(t, every)
+        work = EvalWork(f"{which}: {', '.join(parts)}", passes, self.pace)
+        left = work.seconds_left()
+        if left:
+            work.what += f", about {short_time(left)}"
+        if t.state.poll is None and me == 0 and (left or 0) > 10:
+            print(work.what)
+        return work
 
-@patch
-def passes_of_tests(
-    self:EvaluationCallback, t,
-    every:int, # processes
-) -> int:
-    "Forward passes of `run_tests`: exchanged with all noise samples, the others with one."
-    size = t.config.data.batch_size
-    units = -(-min(TRAINED, len(t.data.samples or ())) // size)
-    passes = -(-units // every) * len(PARTS)
-    if len(partners(t.held_out)) > 2:
-        batches = -(-len(t.held_out) // size)
-        passes += (-(-batches * NOISES // every) + -(-batches // every)) * len(PARTS)
-    return passes
+    def passes_of_tests(
+        self, t:"QwenImageEditTrainer",
+        every:int, # processes
+    ) -> int:
+        "Forward passes of `run_tests`: exchanged with all noise samples, the others with one."
+        size = t.config.data.batch_size
+        units = -(-min(TRAINED, len(t.data.samples or ())) // size)
+        passes = -(-units // every) * len(PARTS)
+        if len(partners(t.held_out)) > 2:
+            batches = -(-len(t.held_out) // size)
+            passes += (-(-batches * NOISES // every) + -(-batches // every)) * len(PARTS)
+        return passes
 
-@patch
-def account(self:EvaluationCallback, t, work):
-    s, took = t.state, time.time() - work.began
-    s.work, s.eval_seconds, s.eval_cost = None, s.eval_seconds + took, took
-    if work.done: self.pace = took / work.done
+    def account(self, t:"QwenImageEditTrainer", work:EvalWork):
+        "Count the time of an evaluation that has ended, and remember its pace."
+        took = time.time() - work.began
+        t.state.work = None
+        t.state.eval_seconds += took
+        t.state.eval_cost = took
+        if work.done:
+            self.pace = took / work.done
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #648dd9bb
-@patch
-def sample(self:EvaluationCallback, t):
-    "Edit the evaluation images with the adapter so far, outside the planned evaluations."
-    if not (cases := eval_cases(t, self.styles)):
-        return print("there are no images to edit; name some in `train.samples`, or hold out pairs with "
-                     "`train.val_fraction`")
-    sampled = eval_sampling(t.config)
-    passes = -(-len(cases) // process(t)[1]) * sampled.steps * sampled.passes
-    work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)
-    try:
-        with t.ema_weights(), temporarily_load(t.components, "vae", "text_encoder"):
-            folder = t.checkpoint_root()/"inference"/f"{self.name(t)}_now"
-            t.state.eval_images = render_eval_images(t, cases, folder)
-    except StopRequested: print(f"the images after step {t.global_step} were interrupted ({t.state.stop})")
-    finally: self.account(t, work)
+    def sample(self, t:"QwenImageEditTrainer"):
+        "Edit the evaluation images with the adapter so far, outside the planned evaluations."
+        cases = eval_cases(t, self.styles)
+        if not cases:
+            return print("there are no images to edit; name some in `train.samples`, or hold out pairs with "
+                         "`train.val_fraction`")
+        sampled = eval_sampling(t.config)
+        passes = -(-len(cases) // process(t)[1]) * sampled.steps * sampled.passes
+        work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)
+        try:
+            with t.ema_weights(), temporarily_load(t.components, "vae", "text_encoder"):
+                folder = t.checkpoint_root()/"inference"/f"{self.name(t)}_now"
+                t.state.eval_images = render_eval_images(t, cases, folder)
+        except StopRequested:
+            print(f"the images after step {t.global_step} were interrupted ({t.state.stop})")
+        finally:
+            self.account(t, work)
 
-# %% ../../nbs/evaluation/02_evaluate.ipynb #fd976dd2
-@patch
-def name(self:EvaluationCallback, t):
-    return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
+    def name(self, t:"QwenImageEditTrainer"):
+        "The folder of the evaluation at this step."
+        return checkpoint_name(t.state.epoch, t.global_step, t.state.epoch_ended)
 
-@patch
-def tests(self:EvaluationCallback, t) -> bool:
-    "Before the first step, once after it, at the end, and while something is to be explained."
-    if not t.held_out:
-        return False
-    return not t.global_step or not self.checked or bool(self.advice.cause) or t.state.stop == "done"
+    def tests(self, t:"QwenImageEditTrainer") -> bool:
+        "Before the first step, once after it, at the end, and while something is to be explained."
+        if not t.held_out:
+            return False
+        return not t.global_step or not self.checked or bool(self.advice.cause) or t.state.stop == "done"
 
-@patch
-def evaluate(self:EvaluationCallback, t, name=None):
-    "Evaluate, write and print the result; a stop leaves it pending."
-    name = name or self.name(t)
-    out, self.at, t.state.pending = t.checkpoint_root()/"inference"/name, t.global_step, name
-    work = t.state.work = self.plan(t)
-    try:
-        found = evaluate_now(t, out, self.styles, self.tests(t))
-    except StopRequested:
-        return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
-                     "repeated on resume")
-    finally:
-        self.account(t, work)
-    t.state.pending, t.state.eval_images = "", found.images
-    t.state.metrics |= logged_numbers(found.held_out, found.images)
-    if found.held_out:
-        self.report(t, out, found)
-    drift = drifts(found.images)
-    before = [measures for image, measures in self.drift.items() if image in drift]
-    line = say_drift(list(drift.values()), before)
-    if line and process(t)[0] == 0:
+    def evaluate(self, t:"QwenImageEditTrainer", name:str|None=None): # name: folder, default the step's
+        "Evaluate, write and print the result; a stop leaves it pending."
+        name = name or self.name(t)
+        out = t.checkpoint_root()/"inference"/name
+        self.at = t.global_step
+        t.state.pending = name
+        work = t.state.work = self.plan(t)
+        try:
+            found = evaluate_now(t, out, self.styles, self.tests(t))
+        except StopRequested:
+            return print(f"Evaluation at step {t.global_step} was interrupted ({t.state.stop}); it will be "
+                         "repeated on resume")
+        finally:
+            self.account(t, work)
+        t.state.pending = ""
+        t.state.eval_images = found.images
+        t.state.metrics |= logged_numbers(found.held_out, found.images)
+        if found.held_out:
+            self.report(t, out, found)
+        drift = drifts(found.images)
+        before = [measures for image, measures in self.drift.items() if image in drift]
+        line = say_drift(list(drift.values()), before)
+        if line and process(t)[0] == 0:
+            print(line)
+        if not t.global_step:
+            self.drift = drift
+
+    def result_of(
+        self, t:"QwenImageEditTrainer",
+        found:Evaluated, # with a held-out loss
+    ) -> dict: # JSON-ready
+        "What is kept of an evaluation."
+        result = dict(steps=t.global_step, weights=t.weights_name)
+        result |= logged_numbers(found.held_out, found.images)
+        if found.held_out:
+            result |= dict(losses=found.held_out.losses, noises=found.held_out.noises)
+        result |= dict(image_errors=image_errors(found.images), drift=drifts(found.images),
+                       image_sampling=eval_sampling(t.config).note)
+        for name in ("exchanged", "swapped", "training"):
+            loss = getattr(found, name)
+            if loss is not None:
+                result[name] = loss.losses
+        return result | untouched_errors(eval_cases(t, self.styles))
+
+    def report(
+        self, t:"QwenImageEditTrainer",
+        out:Path, # folder of the evaluation
+        found:Evaluated,
+    ):
+        "Write the result, and print it with its advice."
+        step = t.global_step
+        self.results[step] = result = self.result_of(t, found)
+        pairs = len(t.data.samples) if t.data.samples else None
+        m = measures_of(self.results, step, t.config, pairs, t.state.max_steps)
+        self.advice = advise(m) if step else first_advice(m)
+        self.checked = self.checked or step > 0
+        t.state.advice = self.advice.text
+        line = say_change(self.results, m, self.begun)
+        t.state.evaluations = rows_of(self.results)
+        t.state.evaluated = line
+        write_result(t, out, result | dict(advice=self.advice._asdict(), line=line))
+        if process(t)[0]:
+            return
         print(line)
-    if not t.global_step:
-        self.drift = drift
-
-@patch
-def result_of(
-    self:EvaluationCallback, t,
-    found:Evaluated, # with a held-out loss
-) -> dict: # JSON-ready
-    "What is kept of an evaluation."
-    result = dict(steps=t.global_step, weights=t.weights_name)
-    result |= logged_numbers(found.held_out, found.images)
-    result |= dict(losses=found.held_out.losses, noises=found.held_out.noises,
-                   image_errors=image_errors(found.images), drift=drifts(found.images),
-                   image_sampling=eval_sampling(t.config).note)
-    for name in ("exchanged", "swapped", "training"):
-        loss = getattr(found, name)
-        if loss is not None:
-            result[name] = loss.losses
-    return result | untouched_errors(eval_cases(t, self.styles))
-
-@patch
-def report(
-    self:EvaluationCallback, t,
-    out:Path, # folder of the evaluation
-    found:Evaluated,
-):
-    "Write the result, and print it with its advice."
-    step = t.global_step
-    self.results[step] = result = self.result_of(t, found)
-    pairs = len(t.data.samples) if t.data.samples else None
-    m = measures_of(self.results, step, t.config, pairs, t.state.max_steps)
-    self.advice = advise(m) if step else first_advice(m)
-    self.checked = self.checked or step > 0
-    t.state.advice = self.advice.text
-    line = say_change(self.results, m, self.begun)
-    t.state.evaluations = rows_of(self.results)
-    t.state.evaluated = line
-    write_result(t, out, result | dict(advice=self.advice._asdict(), line=line))
-    if process(t)[0]:
-        return
-    print(line)
-    if self.advice.text:
-        print(f"advice: {self.advice.text}")
+        if self.advice.text:
+            print(f"advice: {self.advice.text}")
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0a7a9c94
 def load_checkpoint(
     trainer:"QwenImageEditTrainer",
-    checkpoint:object, # as in `evaluate`
+    checkpoint:str|Path|None, # as in `evaluate`
 ) -> tuple: # (metadata, folder name for results)
     "Load the adapter that is to be evaluated. Raises ValueError inside a run."
     if checkpoint is None:
@@ -449,7 +479,7 @@ def load_checkpoint(
     return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=steps), name
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0a7a9c95
-def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results, styles)
+def _prepare(trainer:"QwenImageEditTrainer", checkpoint:str|Path|None) -> tuple: # (metadata, folder name for results, styles)
     c = trainer.config.train
     nothing = ValueError("there is nothing to evaluate on; set `train.val_fraction`, `train.val_path`, "
                          "`train.samples` or `train.test_image_dir`")
@@ -457,7 +487,8 @@ def _prepare(trainer, checkpoint) -> tuple: # (metadata, folder name for results
     styles = find_styles(c.test_image_dir, c.style_prompts) if c.test_image_dir else None
     trainer.run_table.decide(training=False, judged=True) # as in the run
     facts, name = load_checkpoint(trainer, checkpoint)
-    if trainer.held_out is None and (c.val_fraction or c.val_path): trainer.make_loader()
+    if trainer.held_out is None and (c.val_fraction or c.val_path):
+        trainer.make_loader()
     if not (trainer.held_out or styles or c.samples): raise nothing
     check_parts(trainer, styles)
     return facts, name, styles
@@ -479,8 +510,8 @@ def judged(
     return dict(verdict=verdict, advice=advise(m).text)
 
 def evaluate(
-    trainer, # not inside a run, unless `checkpoint` is None
-    checkpoint=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
+    trainer:"QwenImageEditTrainer", # not inside a run, unless `checkpoint` is None
+    checkpoint:str|Path|None=None, # folder, `latest`, LoRA file, `base` (no adapter), or None: the current adapter
 ) -> dict: # checkpoint, weights, steps, the logged columns, losses, noises, image_errors, drift, pictures
     "Held-out loss, images and style matrix of any checkpoint, without training."
     facts, name, styles = _prepare(trainer, checkpoint)

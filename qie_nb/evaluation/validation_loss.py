@@ -13,10 +13,15 @@ __all__ = ['PARTS', 'LEAST_SHOWN', 'COLUMNS', 'NOISES', 'FEW_STEPS', 'FEW_PAIRS'
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #6c27c6ae
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.data.dataset import ImageDataset
+    from qie_nb.trainer import QwenImageEditTrainer
 
 from ..cache import stable_seed
 from ..core.display import Progress
@@ -41,31 +46,39 @@ def fixed_sigmas(
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #d8e4f401
 def losses_at_sigma(
-    trainer,
-    batch, # mapping with the four cached tensors and `sample_id`
+    trainer:"QwenImageEditTrainer",
+    batch:dict, # the four cached tensors and `sample_id`
     draw:int, # index of the pairs' noise sample
 ) -> torch.Tensor: # [B, bins] float32, on the transformer's device
     "Loss of each pair with one noise sample, in every bin."
-    x0, ids = batch["pixel_latent"], batch["sample_id"]
+    x0 = batch["pixel_latent"]
+    ids = batch["sample_id"]
     eps = flow.sample_noise([stable_seed("held out noise", i, draw) for i in ids], x0.shape[1:])
     sigmas = torch.tensor([fixed_sigmas(i, draw) for i in ids])
     return torch.stack([trainer.loss(batch, eps, s) for s in sigmas.unbind(1)], 1).float()
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #42d0d957
 def level_weight(
-    sigma, # noise level in (0, 1], number or tensor
+    sigma:Any, # noise level in (0, 1], number or tensor
     mu:float, # log of the sampler's shift, from `calculate_mu`
-): # same type; the mean over (0, 1] is not 1
+) -> Any: # same type; the mean over (0, 1] is not 1
     "`sigma**2` times the sampler's density, the derivative of the inverse of `flow_matching.shift_sigmas`."
     s = math.exp(mu)
     return sigma**2 * s / (s - (s - 1) * sigma)**2
 
-def sigma_weights(trainer, batch, draw:int, noises:int) -> torch.Tensor: # [B, bins] float32
+def sigma_weights(
+    trainer:"QwenImageEditTrainer",
+    batch:Mapping, # as for `losses_at_sigma`
+    draw:int, # index of the pairs' noise sample
+    noises:int, # samples of each pair
+) -> torch.Tensor: # [B, bins] float32
     "Weight of each level in its pair's loss; the weights of a pair sum to 1."
     *_, h, w = batch["pixel_latent"].shape
     variant = trainer.components.variant
     mu = variant.shift_mu(variant.token_count(h, w), trainer.components.get("scheduler").config)
-    levels = [[fixed_sigmas(i, d) for d in range(noises)] for i in batch["sample_id"]]
+    levels = []
+    for name in batch["sample_id"]:
+        levels.append([fixed_sigmas(name, k) for k in range(noises)])
     weights = level_weight(torch.tensor(levels), mu) # [B, noises, bins]
     return weights[:, draw] / weights.sum((1, 2)).unsqueeze(1)
 
@@ -81,10 +94,13 @@ def t_quantile(
 class Interval(NamedTuple):
     "A mean with its 95 % confidence interval."
     mean: float
-    low: float  # None with one or two values, which say too little
-    high: float
+    low: float|None # None with one or two values, which say too little
+    high: float|None
 
-def confidence_interval(values) -> Interval: # one number per pair
+def confidence_interval(
+    values:Collection[float], # one per pair
+) -> Interval:
+    "The mean with Student's interval; without one for fewer than three values."
     n = len(values)
     mean = sum(values) / n
     if n < 3: return Interval(mean, None, None)
@@ -93,9 +109,12 @@ def confidence_interval(values) -> Interval: # one number per pair
 
 LEAST_SHOWN = 5 # pairs; with fewer an interval is not shown
 
-def loss_interval(values) -> Interval: # positive numbers, one per pair
+def loss_interval(
+    values:Collection[float], # losses, one per pair
+) -> Interval:
+    "The mean of losses; the interval is symmetric for its logarithm, so that it stays positive."
     mean, _, high = confidence_interval(values)
-    if len(values) < LEAST_SHOWN or not mean > 0: return Interval(mean, None, None)
+    if high is None or len(values) < LEAST_SHOWN or not mean > 0: return Interval(mean, None, None)
     factor = math.exp(high / mean - 1) # mean +- margin, for its logarithm
     return Interval(mean, mean / factor, mean * factor)
 
@@ -113,21 +132,29 @@ class ValidationLoss:
     noises: int = NOISES # per pair
 
     @property
-    def interval(self) -> Interval: return loss_interval([v[0] for v in self.losses.values()])
+    def interval(self) -> Interval:
+        "The mean over the pairs."
+        return loss_interval([v[0] for v in self.losses.values()])
 
-    def row(self) -> dict: # {column of `COLUMNS`: number}, without the interval below `LEAST_SHOWN`
-        bins = [sum(v) / len(v) for v in list(zip(*self.losses.values()))[1:]]
+    def row(self) -> dict: # {column of `COLUMNS`: number}
+        "The logged columns, without the interval below `LEAST_SHOWN`."
+        _, *by_level = zip(*self.losses.values())
+        bins = [sum(v) / len(v) for v in by_level]
         numbers = *self.interval, sum(bins) / len(bins), *bins, len(self.losses)
         return {k: v for k, v in zip(COLUMNS, numbers, strict=True) if v is not None}
 
-
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #85f65512
-def loss_ratio(before:dict, now:dict) -> Interval: # {pair: loss}; None without a common pair
+def loss_ratio(
+    before:dict, # {pair: loss}
+    now:dict, # the same
+) -> Interval|None: # None without a common pair
     "Geometric mean of `now / before` over the pairs, with its 95 % interval."
     logs = [math.log(now[name] / before[name]) for name in before if name in now]
     if not logs: return None
     found = confidence_interval(logs)
-    return Interval(*(None if v is None else math.exp(v) for v in found))
+    if found.low is None or found.high is None:
+        return Interval(math.exp(found.mean), None, None)
+    return Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
 
 class LossChange(NamedTuple):
     "Held-out losses of the same pairs at two times."
@@ -138,9 +165,10 @@ class LossChange(NamedTuple):
 
     @property
     def verdict(self) -> str:
+        "better, worse or no clear change: mean and interval must agree."
         _, low, high = self.ratio
         lower = self.now < self.before
-        if low is None or low <= 1 <= high or lower != (high < 1): return "no clear change"
+        if low is None or high is None or low <= 1 <= high or lower != (high < 1): return "no clear change"
         return "better" if lower else "worse"
 
     def __str__(self):
@@ -162,12 +190,14 @@ def compare_losses(
     before = {i: a.losses[i][0] for i in both}
     now = {i: b.losses[i][0] for i in both}
     n = len(both)
-    return LossChange(sum(before.values()) / n, sum(now.values()) / n, loss_ratio(before, now), n)
+    ratio = loss_ratio(before, now)
+    if ratio is None: raise ValueError("`a` and `b` have no pairs in common") # was said above
+    return LossChange(sum(before.values()) / n, sum(now.values()) / n, ratio, n)
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #9dcaf902
 def partners(dataset:"ImageDataset") -> dict: # {position: that of another pair}
     "Whose control images a pair can get: of its sizes, with another first control image."
-    groups = {}
+    groups: dict[tuple, list] = {} # {sizes: (position, digest of the first control)}
     for i, sample in enumerate(dataset.samples):
         if sample.controls:
             groups.setdefault(dataset.bucket(i), []).append((i, source_digest(sample.controls[0])))
@@ -189,7 +219,7 @@ def load_pairs(
     trainer:"QwenImageEditTrainer",
     dataset:"ImageDataset",
     which:list, # positions of samples of one bucket
-    partner:dict|None=None, # {position: position of the sample whose control latents it gets}
+    partner:Mapping|None=None, # {position: position of the sample whose control latents it gets}
     swap:bool=False, # control and target exchanged?
 ) -> dict:
     "A batch with the four cached tensors."
@@ -214,7 +244,8 @@ def held_out_loss(
     batches = BucketBatchSampler(dataset, trainer.config.data.batch_size, shuffle=False).batches()
     work = shares(len(batches) * noises, trainer)
     sums = torch.zeros(len(dataset), 1 + len(PARTS), device=trainer.device)
-    chosen = partners(dataset) if exchange or swap else range(len(dataset))
+    pairs = partners(dataset) if exchange or swap else {}
+    chosen = pairs if exchange or swap else range(len(dataset))
     what = {(True, False): ", controls exchanged", (False, True): ", sides swapped"}
     title = "held-out loss" + what.get((exchange, swap), "")
     bar = Progress(len(work), title) if process(trainer)[0] == 0 else None
@@ -223,7 +254,7 @@ def held_out_loss(
         for unit, counts in work:
             which, draw = divmod(unit, noises)
             if which != last:
-                partner = chosen if exchange else None
+                partner = pairs if exchange else None
                 batch = load_pairs(trainer, dataset, batches[which], partner, swap)
                 last = which
             losses = losses_at_sigma(trainer, batch, draw)
@@ -243,18 +274,18 @@ def held_out_loss(
 class Measures(NamedTuple):
     "What a run knows at an evaluation; None where nothing was measured."
     step: int = 0
-    held_out: Interval = None # loss of held-out pairs, relative to that before the first step
-    training: Interval = None # the same, of some pairs that are trained on
-    swapped: Interval = None # the same, of held-out pairs with control and target exchanged
-    controls: Interval = None # loss with other pairs' control images, relative to that with the own
-    controls_before: Interval = None # the same before the first step
-    pace: float = None # fall of the loss a step since the last evaluation, relative to that before
-    image: float = None # mean distance of the edited images from their targets, grey levels
-    image_before: float = None # the same before the first step
-    control: float = None # the same of the untouched control images
-    blank: float = None # the same of sheets in the targets' mean colours
+    held_out: Interval|None = None # loss of held-out pairs, relative to that before the first step
+    training: Interval|None = None # the same, of some pairs that are trained on
+    swapped: Interval|None = None # the same, of held-out pairs with control and target exchanged
+    controls: Interval|None = None # loss with other pairs' control images, relative to that with the own
+    controls_before: Interval|None = None # the same before the first step
+    pace: float|None = None # fall of the loss a step since the last evaluation, relative to that before
+    image: float|None = None # mean distance of the edited images from their targets, grey levels
+    image_before: float|None = None # the same before the first step
+    control: float|None = None # the same of the untouched control images
+    blank: float|None = None # the same of sheets in the targets' mean colours
     steps: int = 100 # planned
-    pairs: int = None # that are trained on
+    pairs: int|None = None # that are trained on
     lr: float = 1e-4
     optimizer: str = ""
     rank: int = 16
@@ -273,9 +304,9 @@ FITS_NOT = ("behind a blank sheet", "further") # words for images
 WEAK = 1 / 32 # alpha / rank
 LOWER, HIGHER = 10, 5 # factors on the learning rate that the advice names
 
-def direction(ratio:Interval) -> str:
+def direction(ratio:Interval|None) -> str:
     "falls, rises or stays; unknown with one or two pairs."
-    if ratio is None or ratio.low is None:
+    if ratio is None or ratio.low is None or ratio.high is None:
         return "unknown"
     if ratio.high < 1:
         return "falls"
@@ -283,10 +314,10 @@ def direction(ratio:Interval) -> str:
 
 def use_of_controls(m:Measures) -> str:
     "used, lost (less than half of what it was before the first step), never or unknown."
-    if direction(m.controls) == "unknown":
+    if m.controls is None or direction(m.controls) == "unknown":
         return "unknown"
     used = direction(m.controls) == "rises"
-    if direction(m.controls_before) != "rises":
+    if m.controls_before is None or direction(m.controls_before) != "rises":
         return "used" if used else "never"
     less = math.log(m.controls.mean) < math.log(m.controls_before.mean) / 2
     return "lost" if less or not used else "used"
@@ -310,7 +341,7 @@ def sight_of_edit(m:Measures) -> str:
     return dict(further="unseen", unknown="unknown").get(images, "seen")
 
 # %% ../../nbs/evaluation/00_validation_loss.ipynb #adc10006
-def one_word(value:object, limit:float, below:str, above:str) -> str:
+def one_word(value:float|None, limit:float, below:str, above:str) -> str:
     "`below` or `above` a limit; unknown for None."
     if value is None:
         return "unknown"
@@ -331,7 +362,7 @@ def readings(m:Measures) -> dict: # {sign: a word}
         edit=sight_of_edit(m),
         sides=one_word(reverse, 1 / GAP, "swapped", "right"),
         gap=one_word(gap, GAP, "narrow", "wide"),
-        change=one_word(moved and moved.mean, LITTLE, "much", "little"),
+        change=one_word(moved.mean if moved else None, LITTLE, "much", "little"),
         pace=one_word(m.pace, STEADY, "slower", "steady"),
         steps=one_word(m.steps, FEW_STEPS, "few", "enough"),
         pairs=one_word(m.pairs, FEW_PAIRS, "few", "enough"),

@@ -13,11 +13,15 @@ __all__ = ['PRESETS', 'UNUSED', 'target_modules', 'is_target', 'check_name', 'be
 
 # %% ../../nbs/lora/01_adapters.ipynb #0b90d8f1
 import json, logging, math, re, warnings
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.config import LoraSection
 
 from ..core.cache_entries import fault_of_numbers
 from ..core.files import path_from, write_atomic
@@ -32,12 +36,15 @@ _TEXT = [*_ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 _MLP = [f"{s}_mlp.net.{n}" for s in ("img", "txt") for n in ("0.proj", "2")]
 PRESETS = dict(attention=_ATTENTION, attention_text=_TEXT, all_linear=_TEXT + _MLP)
 
-def target_modules(setting): # suffixes or a regular expression, as peft takes them
+def target_modules(setting:str|list) -> str|list: # suffixes or a regular expression, as peft takes them
     "From a preset, a list of suffixes and presets, or a regular expression."
     if isinstance(setting, str): return list(PRESETS.get(setting, [])) or setting
-    return list(dict.fromkeys(n for s in setting for n in PRESETS.get(s, [s])))
+    names: list[str] = []
+    for one in setting:
+        names += PRESETS.get(one, [one])
+    return list(dict.fromkeys(names))
 
-def is_target(setting, layer:str) -> bool:
+def is_target(setting:str|list, layer:str) -> bool:
     "Does peft add an adapter to the layer of this dotted name?"
     names = target_modules(setting)
     if isinstance(names, str): return bool(re.fullmatch(names, layer))
@@ -52,68 +59,87 @@ def check_name(name:str):
                          f"attribute of torch's modules, got {name!r}; use e.g. 'style'")
 
 def belongs_to(parameter:str, adapter:str) -> bool:
+    "Is a parameter of this name one of the adapter's?"
     return re.search(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)", parameter) is not None
 
 # %% ../../nbs/lora/01_adapters.ipynb #b7e9433a
-def adapted_layers(transformer) -> dict: # {name: peft's layer}
+def adapted_layers(transformer:Any) -> dict: # {name: peft's layer}
     "Layers with adapters, active or not."
     return {n: m for n, m in transformer.named_modules() if hasattr(m, "lora_A")}
 
-def set_weight(transformer, name:str, weight:float):
+def set_weight(transformer:Any, name:str, weight:float):
     "Multiply an adapter's alpha / r, active or not."
-    for m in adapted_layers(transformer).values(): m.set_scale(name, weight)
+    for m in adapted_layers(transformer).values():
+        m.set_scale(name, weight)
 
-def active_loras(transformer) -> dict: # {adapter name: weight}, in the order in which they are added
+def active_loras(transformer:Any) -> dict: # {adapter name: weight}, in the order in which they are added
     "The active adapters; weights to nine digits, because peft stores only their product with alpha / r."
     layers = [*adapted_layers(transformer).values()]
     if not layers or layers[0].disable_adapters: return {}
-    first = {n: next((m for m in layers if n in m.lora_A), None) for n in layers[0].active_adapters}
-    return {n: _weight(m, n) for n, m in first.items() if m is not None}
+    weights = {}
+    for name in layers[0].active_adapters:
+        first = next((m for m in layers if name in m.lora_A), None)
+        if first is not None:
+            weights[name] = _weight(first, name)
+    return weights
 
-def _weight(layer, name):
-    scale = layer.lora_alpha[name] / (layer.r[name]**0.5 if layer.use_rslora.get(name) else layer.r[name])
+def _weight(layer:Any, name:str):
+    "The factor on an adapter's alpha / r in one layer."
+    rank = layer.r[name]
+    scale = layer.lora_alpha[name] / (rank**0.5 if layer.use_rslora.get(name) else rank)
     return float(f"{layer.scaling[name] / scale:.9g}") if scale else 1.0
 
-def is_merged(transformer) -> bool:
+def is_merged(transformer:Any) -> bool:
+    "Are adapters merged into the base's weights?"
     return any(m.merged for m in adapted_layers(transformer).values())
 
-def check_not_merged(transformer):
+def check_not_merged(transformer:Any):
+    "Raises ValueError if an adapter is merged into the base."
     if is_merged(transformer):
         raise ValueError("the adapter is merged into the base, so it can be neither trained nor weighted; "
                          "call unmerge_lora() first")
 
 # %% ../../nbs/lora/01_adapters.ipynb #c23782b6
 @contextmanager
-def keep_trainable(transformer):
+def keep_trainable(transformer:Any) -> Iterator[None]:
     "The same adapters are trainable afterwards."
     trainable = {n for n, p in transformer.named_parameters() if p.requires_grad and ".lora_" in n}
-    try: yield
+    try:
+        yield
     finally:
-        for n, p in transformer.named_parameters(): p.requires_grad_(n in trainable)
+        for n, p in transformer.named_parameters():
+            p.requires_grad_(n in trainable)
 
 def check_adapter_weights(weights:dict):
+    "Raises ValueError for a weight that is no finite number."
     for n, w in weights.items():
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
             raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
 
-def use_loras(transformer, weights:dict): # {adapter name: factor on its scale}
+def use_loras(transformer:Any, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."
-    check_not_merged(transformer), check_adapter_weights(weights)
+    check_not_merged(transformer)
+    check_adapter_weights(weights)
     loaded = list(getattr(transformer, "peft_config", {}))
     wrong = [n for n in weights if n not in loaded]
     if wrong:
         raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {loaded}; use one of them, or load "
                          "it with load_lora()")
     with keep_trainable(transformer):
-        if weights: transformer.enable_adapters(), transformer.set_adapter(list(weights))
-        elif loaded: transformer.disable_adapters()
-        for n, w in weights.items(): set_weight(transformer, n, w)
+        if weights:
+            transformer.enable_adapters()
+            transformer.set_adapter(list(weights))
+        elif loaded:
+            transformer.disable_adapters()
+        for n, w in weights.items():
+            set_weight(transformer, n, w)
 
 # %% ../../nbs/lora/01_adapters.ipynb #adc20001
 @contextmanager
-def without_adapter(transformer:torch.nn.Module):
+def without_adapter(transformer:Any) -> Iterator[None]:
     "Context in which no adapter is active."
-    loaded, before = getattr(transformer, "_hf_peft_config_loaded", False), active_loras(transformer)
+    loaded = getattr(transformer, "_hf_peft_config_loaded", False)
+    before = active_loras(transformer)
     with keep_trainable(transformer):
         if loaded:
             transformer.disable_adapters()
@@ -124,11 +150,12 @@ def without_adapter(transformer:torch.nn.Module):
                 use_loras(transformer, before)
 
 # %% ../../nbs/lora/01_adapters.ipynb #28fb826a
-def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
+def _mergeable(transformer:Any) -> dict: # {name: layer with an active adapter}
     layers = {n: m for n, m in adapted_layers(transformer).items() if {*m.active_adapters} & {*m.lora_A}}
     if not layers: raise ValueError("there is no adapter to merge; load or train one first")
     for n, m in layers.items():
-        w, names = m.get_base_layer().weight, [a for a in m.active_adapters if a in m.lora_A]
+        w = m.get_base_layer().weight
+        names = [a for a in m.active_adapters if a in m.lora_A]
         if len(names) > 1 and any(a in m.lora_magnitude_vector for a in names):
             raise ValueError(f"adapters {', '.join(names)} both change {n} and one is a DoRA, so merging "
                              "would change the image; use them unmerged, or merge one")
@@ -137,7 +164,7 @@ def _mergeable(transformer) -> dict: # {name: layer with an active adapter}
                              "it unmerged, or load the base with `model.quantize` none")
     return layers
 
-def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`
+def merge_lora(transformer:Any, undo:bool=True): # undo: keep the base's weights for `unmerge_lora`
     "Add the active adapters to the base's weights; a second call changes nothing."
     if is_merged(transformer): return
     weights = {n: m.get_base_layer().weight.detach() for n, m in _mergeable(transformer).items()}
@@ -145,7 +172,7 @@ def merge_lora(transformer, undo:bool=True): # undo: keep the base's weights for
     transformer.fuse_lora()
 
 # %% ../../nbs/lora/01_adapters.ipynb #28fb8202
-def unmerge_lora(transformer):
+def unmerge_lora(transformer:Any):
     "Restore the base's own weights bit for bit; the adapter is active beside it again."
     if not is_merged(transformer): return
     before = getattr(transformer, "_before_merge", None)
@@ -155,10 +182,11 @@ def unmerge_lora(transformer):
     for n, m in adapted_layers(transformer).items():
         if not m.merged: continue
         m.unmerge()
-        if before: m.get_base_layer().weight.data.copy_(before[n])
+        if before:
+            m.get_base_layer().weight.data.copy_(before[n])
 
 # %% ../../nbs/lora/01_adapters.ipynb #08e467e0
-def remove_loras(transformer, names): # unknown names are ignored
+def remove_loras(transformer:Any, names:Iterable[str]): # unknown names are ignored
     "Remove adapters; the others stay active and trainable as they are."
     unmerge_lora(transformer)
     gone = [n for n in names if n in getattr(transformer, "peft_config", {})]
@@ -168,39 +196,60 @@ def remove_loras(transformer, names): # unknown names are ignored
         warnings.simplefilter("ignore", UserWarning) # peft names the adapter it activates
         transformer.delete_adapters(gone)
     for n, m in adapted_layers(transformer).items():
-        if not m.lora_A: transformer.set_submodule(n, m.base_layer)
-    if getattr(transformer, "peft_config", None): use_loras(transformer, keep)
+        if not m.lora_A:
+            transformer.set_submodule(n, m.base_layer)
+    if getattr(transformer, "peft_config", None):
+        use_loras(transformer, keep)
 
 # %% ../../nbs/lora/01_adapters.ipynb #1280b5dc
 class LoraSpec(NamedTuple):
-    path: object # file, folder or hub id
+    "An adapter as the user names it."
+    path: str|Path # file, folder or hub id
     weight: float = 1.0
-    name: str = None
+    name: str|None = None # default: from the path
 
-def _name(path, taken):
+def _name(path:object, taken:Collection[str]):
+    "A free name for an adapter, from its path."
     p = Path(str(path).rpartition(":")[2] if is_hub_id(str(path)) else str(path))
-    if p.name in (WEIGHT_NAME, COMFY_NAME) and p.parent.name: stem = p.parent.name
-    else: stem = p.stem if p.suffix == ".safetensors" else p.name
+    if p.name in (WEIGHT_NAME, COMFY_NAME) and p.parent.name:
+        stem = p.parent.name
+    else:
+        stem = p.stem if p.suffix == ".safetensors" else p.name
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", stem).strip("_") or "adapter"
-    if hasattr(torch.nn.ModuleDict, name): name = f"adapter_{name}"
-    return next(n for n in (name, *(f"{name}_{k}" for k in range(2, len(taken) + 3))) if n not in taken)
+    if hasattr(torch.nn.ModuleDict, name):
+        name = f"adapter_{name}"
+    free = name
+    number = 2
+    while free in taken:
+        free = f"{name}_{number}"
+        number += 1
+    return free
 
 # %% ../../nbs/lora/01_adapters.ipynb #1280b501
+def _spec(item:Any) -> LoraSpec:
+    "One adapter, from a path, a sequence or a mapping."
+    if isinstance(item, dict): return LoraSpec(**item)
+    if isinstance(item, (list, tuple)): return LoraSpec(*item)
+    return LoraSpec(item)
+
 def parse_loras(
-    loras, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
+    loras:Any, # {path: weight}, or a list of paths, (path, weight), or mappings with path, weight and name
 ) -> list: # of `LoraSpec`, each with its own name
     "Check names and weights before any file is read. Raises ValueError."
-    items = [loras] if isinstance(loras, (str, Path)) else loras.items() if isinstance(loras, dict) else loras
-    specs = [LoraSpec(**x) if isinstance(x, dict) else LoraSpec(*x) if isinstance(x, (list, tuple))
-             else LoraSpec(x) for x in items]
+    if isinstance(loras, dict):
+        loras = loras.items()
+    items = [loras] if isinstance(loras, (str, Path)) else loras
+    specs = [_spec(item) for item in items]
     given = [s.name for s in specs if s.name is not None]
-    for n in given: check_name(n)
+    for n in given:
+        check_name(n)
     twice = [n for n in given if given.count(n) > 1]
     if twice: raise ValueError(f"`name` {twice[0]!r} is given to two adapters; use different names")
     taken = {"default", *given} # the trained adapter keeps its name
     for k, s in enumerate(specs):
-        if s.name is None: specs[k] = s._replace(name=_name(s.path, taken))
-        taken.add(specs[k].name)
+        if s.name is None:
+            specs[k] = s._replace(name=_name(s.path, taken))
+        taken.add(specs[k].name or "")
     check_adapter_weights({s.name: s.weight for s in specs})
     return specs
 
@@ -208,21 +257,24 @@ def parse_loras(
 def split_weight(text:str) -> LoraSpec:
     "A path, or path:weight."
     path, colon, weight = text.rpartition(":")
-    try: return LoraSpec(text) if not colon or Path(text).exists() else LoraSpec(path, float(weight))
+    try:
+        return LoraSpec(text) if not colon or Path(text).exists() else LoraSpec(path, float(weight))
     except ValueError: return LoraSpec(text) # a hub id with a file, or a drive
 
 # %% ../../nbs/lora/01_adapters.ipynb #77528fff
-def lora_parameters(transformer) -> list: # the trainable tensors
+def lora_parameters(transformer:Any) -> list: # the trainable tensors
+    "The trainable tensors."
     return [p for p in transformer.parameters() if p.requires_grad]
 
-def assert_float32(transformer):
+def assert_float32(transformer:Any):
+    "Raises ValueError unless all trainable parameters are float32."
     for n, p in transformer.named_parameters():
         if p.requires_grad and p.dtype != torch.float32:
             raise ValueError(f"adapter {n} is {p.dtype}, but trainable parameters must be float32; "
                              "add the adapter after quantizing")
 
 # %% ../../nbs/lora/01_adapters.ipynb #6a40e505
-def check_targets(settings, layers):
+def check_targets(settings:"LoraSection", layers:Iterable[str]):
     "Raises ValueError if a `LoraSection` matches none of the linear layers' names."
     if not any(is_target(settings.target_modules, n) for n in layers):
         raise ValueError(f"`model.lora.target_modules` {settings.target_modules} matches no layer of the "
@@ -232,21 +284,23 @@ def check_targets(settings, layers):
 UNUSED = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2") # of the last block
 
 def add_lora(
-    transformer,
-    settings, # `LoraSection`
+    transformer:Any,
+    settings:"LoraSection", # `LoraSection`
     name:str="default", seed:int=0, # of A's initialisation; B starts at zero
     unused:tuple=UNUSED, # as for `train_only`
 ): # the transformer
     "Add a trainable adapter and freeze everything else. Raises ValueError if no layer matches."
     from peft import LoraConfig
-    check_not_merged(transformer), check_name(name)
+    check_not_merged(transformer)
+    check_name(name)
     check_targets(settings, (n for n, m in transformer.named_modules() if hasattr(m, "in_features")))
     if settings.use_dora:
         warnings.warn("ComfyUI ignores the magnitudes of a DoRA file and shows another image; for ComfyUI "
                       "train without `model.lora.use_dora`", stacklevel=2)
     transformer.requires_grad_(False)
+    alpha: Any = settings.lora_alpha or settings.r # peft takes any number
     config = LoraConfig(
-        r=settings.r, lora_alpha=settings.lora_alpha or settings.r, lora_dropout=settings.lora_dropout,
+        r=settings.r, lora_alpha=alpha, lora_dropout=settings.lora_dropout,
         target_modules=target_modules(settings.target_modules),
         init_lora_weights="gaussian", # as diffusers' scripts; B is zero
         use_rslora=settings.use_rslora, use_dora=settings.use_dora)
@@ -258,22 +312,24 @@ def add_lora(
 
 # %% ../../nbs/lora/01_adapters.ipynb #416fc044
 def train_only(
-    transformer, name, # None trains nothing
+    transformer:Any, name:str|None, # None trains nothing
     unused:tuple=UNUSED, # layers of the last block that do not influence the image
 ):
     "Make only this adapter active and trainable."
     if name is not None:
         check_not_merged(transformer)
-        transformer.enable_adapters(), transformer.set_adapter(name)
+        transformer.enable_adapters()
+        transformer.set_adapter(name)
         set_weight(transformer, name, 1.0) # its file does not store a weight set by `use_loras`
     last = len(transformer.transformer_blocks) - 1
     frozen = tuple(f"transformer_blocks.{last}.{n}." for n in unused)
     for n, p in transformer.named_parameters():
         own = name is not None and belongs_to(n, name)
         p.requires_grad_(own and not n.startswith(frozen))
-        if own: p.data = p.data.float()
+        if own:
+            p.data = p.data.float()
 
-def set_dropout(transformer, rate:float, name:str="default"):
+def set_dropout(transformer:Any, rate:float, name:str="default"):
     "Replace an adapter's dropout."
     for m in adapted_layers(transformer).values():
         if name in m.lora_dropout:
@@ -282,20 +338,25 @@ def set_dropout(transformer, rate:float, name:str="default"):
 # %% ../../nbs/lora/01_adapters.ipynb #d56d95a5
 class CastLinear(torch.nn.Linear):
     "Casts its weights to its input's dtype."
-    def forward(self, x): return torch.nn.functional.linear(x, self.weight.to(x.dtype))
+    def forward(self, x:torch.Tensor) -> torch.Tensor:
+        "The product with weights in the dtype of x."
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype))
 
-def _castable(transformer) -> list: # without DoRA, whose norms need float32
+def _castable(transformer:Any) -> list: # without DoRA, whose norms need float32
     return [m for m in adapted_layers(transformer).values() if not m.lora_variant]
 
-def adapters_in_base_dtype(transformer, on:bool=True) -> int: # layers
+def adapters_in_base_dtype(transformer:Any, on:bool=True) -> int: # layers
     "Let adapters compute in their input's dtype, or as peft in their own; weights stay float32."
-    for m in (layers := _castable(transformer)):
+    layers = _castable(transformer)
+    for m in layers:
         m.cast_input_dtype_enabled = not on
         for linear in (*m.lora_A.values(), *m.lora_B.values()):
-            if isinstance(linear, torch.nn.Linear): linear.__class__ = CastLinear if on else torch.nn.Linear
+            if isinstance(linear, torch.nn.Linear):
+                linear.__class__ = CastLinear if on else torch.nn.Linear
     return len(layers)
 
-def computes_in_base(transformer) -> bool:
+def computes_in_base(transformer:Any) -> bool:
+    "Do adapters compute in their input's dtype?"
     return any(not m.cast_input_dtype_enabled for m in _castable(transformer))
 
 # %% ../../nbs/lora/01_adapters.ipynb #9a78b7ef
@@ -333,7 +394,8 @@ def write_lora(
     path = path_from(path, "LoRA", "give a path on this machine, and copy the file afterwards")
     if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
         raise ValueError(f"LoRA {str(path)!r} must end in .safetensors or be a folder; we write no pickles")
-    tensors, ours = rename_keys(state, config, format), format == "diffusers"
+    tensors = rename_keys(state, config, format)
+    ours = format == "diffusers"
     for key, tensor in tensors.items():
         check_written(tensor, key)
     path = path if path.suffix == ".safetensors" else path/(WEIGHT_NAME if ours else COMFY_NAME)
@@ -345,31 +407,36 @@ def write_lora(
     return path
 
 # %% ../../nbs/lora/01_adapters.ipynb #ddc46401
-def convert_lora(path, out, format:str="comfyui") -> Path: # the file
+def convert_lora(path:str|Path, out:str|Path, format:str="comfyui") -> Path: # the file
     "Write a LoRA in another format; `path` as in `find_lora`, the others as in `write_lora`."
     return write_lora(out, *read_lora(path)[:3], format)
 
 # %% ../../nbs/lora/01_adapters.ipynb #6b7ff305
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 
-def lora_tensors(transformer, name:str="default") -> dict: # {"transformer.<layer>.lora_A.weight": Parameter}
+def lora_tensors(transformer:Any, name:str="default") -> dict: # {"transformer.<layer>.lora_A.weight": Parameter}
     "The adapter's parameters under diffusers' keys, also inside torch.compile and FSDP wrappers."
-    own, out = re.compile(rf"(.+\.lora_(?:A|B|magnitude_vector))\.{re.escape(name)}\.weight"), {}
+    own = re.compile(rf"(.+\.lora_(?:A|B|magnitude_vector))\.{re.escape(name)}\.weight")
+    out = {}
     for n, p in transformer.named_parameters():
         found = own.fullmatch(_WRAPPERS.sub("", n))
-        if found: out[f"transformer.{found[1]}" + ("" if found[1].endswith("vector") else ".weight")] = p
+        if found:
+            out[f"transformer.{found[1]}" + ("" if found[1].endswith("vector") else ".weight")] = p
     return out
 
 def lora_state(
-    transformer, name:str="default",
+    transformer:Any, name:str="default",
     state:dict|None=None, # tensors to use instead, e.g. their EMA, under the same keys
 ) -> dict: # {"transformer.<layer>.lora_A.weight": float32 CPU tensor}
     "A copy of the adapter's tensors. With FSDP, all processes must call it."
-    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t # of a DTensor
-    copied = lambda t: full(t.detach()).to("cpu", torch.float32, copy=True).contiguous()
-    return {k: copied((state or {}).get(k, p)) for k, p in lora_tensors(transformer, name).items()}
+    out = {}
+    for key, parameter in lora_tensors(transformer, name).items():
+        t = (state or {}).get(key, parameter).detach()
+        whole = t.full_tensor() if hasattr(t, "full_tensor") else t # of a DTensor
+        out[key] = whole.to("cpu", torch.float32, copy=True).contiguous()
+    return out
 
-def broken_tensor(transformer, name:str="default") -> str: # "" if there is none
+def broken_tensor(transformer:Any, name:str="default") -> str: # "" if there is none
     """What of an adapter cannot be saved: NaN, infinity, or numbers without measure.
 
     With FSDP, all processes must call it."""
@@ -381,17 +448,18 @@ def broken_tensor(transformer, name:str="default") -> str: # "" if there is none
     return ""
 
 # %% ../../nbs/lora/01_adapters.ipynb #0549878c
-def adapter_config(transformer, name:str="default") -> dict: # plain JSON
+def adapter_config(transformer:Any, name:str="default") -> dict: # plain JSON
     "peft's settings that a reader needs."
     from peft import LoraConfig
-    config, default = transformer.peft_config[name].to_dict(), LoraConfig().to_dict()
+    config = transformer.peft_config[name].to_dict()
+    default = LoraConfig().to_dict()
     keep = {k for k, v in config.items() if v != default.get(k)} | {"r", "lora_alpha", "rank_pattern"}
     keep -= {"inference_mode", "init_lora_weights", "base_model_name_or_path", "peft_version"}
     return {k: sorted(v) if isinstance(v, set) else v for k, v in config.items() if k in keep}
 
 def save_lora(
-    transformer,
-    path, # folder or .safetensors file
+    transformer:Any,
+    path:str|Path, # folder or .safetensors file
     info:dict|None=None, # our note: base model, variant, control_area, steps
     name:str="default", format:str="diffusers", # or comfyui
     state:dict|None=None, # as in `lora_state`; the note then says `weights: ema` unless `info` does
@@ -405,65 +473,83 @@ def save_lora(
     return write_lora(path, tensors, adapter_config(transformer, name), info, format, thumbnail)
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f5ee
-def _check_fit(transformer, read): # read: `LoraWeights`
-    (state, config, _, file), modules = read, dict(transformer.named_modules())
+def _check_fit(transformer:Any, read:LoraWeights): # read: `LoraWeights`
+    state, config, _, file = read
+    modules = dict(transformer.named_modules())
     for key, t in state.items():
         name, _, side = key.partition(".lora_")
-        layer, is_a = getattr(modules.get(name), "base_layer", modules.get(name)), side.startswith("A")
+        layer = getattr(modules.get(name), "base_layer", modules.get(name))
+        is_a = side.startswith("A")
         have = layer and (layer.in_features if is_a else layer.out_features)
-        size = t.numel() if side == "magnitude_vector" else t.shape[-1] if is_a else t.shape[0]
+        size = t.shape[-1] if is_a else t.shape[0]
+        if side == "magnitude_vector":
+            size = t.numel()
         if have != size:
             got = f"the layer has {have}" if have else "there is no such layer"
             raise ValueError(f"LoRA {str(file)!r} does not fit this transformer: {key} is for {size} "
                              f"features, {got}; use the base model it was trained on")
-        if is_a and t.shape[0] != (told := rank_of(config, name)): # peft would allocate it
+        told = rank_of(config, name)
+        if is_a and t.shape[0] != told: # peft would allocate it
             raise ValueError(f"LoRA {str(file)!r} has rank {t.shape[0]} in {key}, but rank {told} "
                              "in its header; give the file as it was trained")
 
 # %% ../../nbs/lora/01_adapters.ipynb #f320f501
-def selects(targets, transformer, layers) -> bool: # targets: of a header
+def _ends(name:str) -> list:
+    "A dotted name and all its ends: a.b.c, b.c, c."
+    parts = name.split(".")
+    return [".".join(parts[k:]) for k in range(len(parts))]
+
+def selects(targets:Any, transformer:Any, layers:Collection[str]) -> bool: # targets: of a header
     "Are these names, or ends of names, exactly of these layers?"
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets): return False
-    known, split = set(targets), lambda name: name.split(".")
-    fits = lambda parts: any(".".join(parts[k:]) in known for k in range(len(parts)))
-    return {name for name, _ in transformer.named_modules() if fits(split(name))} == layers
+    known = set(targets)
+    return {name for name, _ in transformer.named_modules() if not known.isdisjoint(_ends(name))} == layers
 
-def read_fitting(transformer, path) -> LoraWeights:
+def read_fitting(transformer:Any, path:str|Path) -> LoraWeights:
     "`read_lora`, and ValueError if the LoRA does not fit this transformer."
     read = read_lora(path)
     _check_fit(transformer, read)
     layers = {key.partition(".lora_")[0] for key in read.state}
     told = read.config.get("target_modules")
-    if not selects(told, transformer, layers): told = sorted(layers) # the header may name others
+    if not selects(told, transformer, layers):
+        told = sorted(layers) # the header may name others
     return read._replace(config=dict(rank_pattern={}) | read.config | dict(target_modules=told))
 
 # %% ../../nbs/lora/01_adapters.ipynb #a141850d
+def _shard_nothing(*_:object):
+    "Leave a state as it is."
+
 @contextmanager
-def without_tensor_parallel():
+def without_tensor_parallel() -> Iterator[None]:
     "peft 0.19 shards a LoRA in any process group, by names that transformers 5.0 (Kaggle's) does not have."
     from peft.utils import save_and_load as peft_files
     name = "_maybe_shard_state_dict_for_tp"
     before = getattr(peft_files, name, None)
-    if before: setattr(peft_files, name, lambda *_: None)
-    try: yield
+    if before:
+        setattr(peft_files, name, _shard_nothing)
+    try:
+        yield
     finally:
-        if before: setattr(peft_files, name, before)
+        if before:
+            setattr(peft_files, name, before)
 
 def load_lora(
-    transformer,
-    path, # file, folder, hub id, or what `read_fitting` returned
+    transformer:Any,
+    path:str|Path|LoraWeights, # file, folder, hub id, or what `read_fitting` returned
     name:str="default", # replaces an adapter of this name
     trainable:bool=False,
     weight:float=1.0, # factor on its scale
     unused:tuple=UNUSED, # as for `train_only`
 ) -> dict: # the file's note
     "Load an adapter and make it the only active one. Raises FileNotFoundError or ValueError."
-    check_name(name), check_adapter_weights({name: weight})
+    check_name(name)
+    check_adapter_weights({name: weight})
     read = path if isinstance(path, LoraWeights) else read_fitting(transformer, path)
     unmerge_lora(transformer)
     before = {n: w for n, w in active_loras(transformer).items() if n != name}
     log = logging.getLogger("diffusers.utils.peft_utils")
-    log.disabled, was = True, log.disabled
+    was = log.disabled
+    log.disabled = True
     try:
         remove_loras(transformer, [name])
         with warnings.catch_warnings():
@@ -472,12 +558,15 @@ def load_lora(
                 transformer.load_lora_adapter(read.state, prefix=None, adapter_name=name,
                                               metadata=read.config)
     except BaseException:
-        remove_loras(transformer, [name]), use_loras(transformer, before)
+        remove_loras(transformer, [name])
+        use_loras(transformer, before)
         raise
-    finally: log.disabled = was
+    finally:
+        log.disabled = was
     use_loras(transformer, {name: weight})
     train_only(transformer, name if trainable else None, unused)
-    if computes_in_base(transformer): adapters_in_base_dtype(transformer)
+    if computes_in_base(transformer):
+        adapters_in_base_dtype(transformer)
     if trainable: # diffusers has cast them to the base's dtype
         for k, p in lora_tensors(transformer, name).items():
             p.data.copy_(read.state[k.removeprefix("transformer.")])
@@ -485,20 +574,24 @@ def load_lora(
 
 # %% ../../nbs/lora/01_adapters.ipynb #c984b6cf
 def start_lora(
-    transformer, settings, seed:int=0, name:str="default",
+    transformer:Any, settings:"LoraSection", seed:int=0, name:str="default",
     unused:tuple=UNUSED, # as for `train_only`
 ) -> dict: # the file's note, or {}
     "Prepare the adapter to train: from `settings.pretrained_weight`, the loaded one, or a new one."
     check_not_merged(transformer)
-    if others := [n for n in active_loras(transformer) if n != name]:
+    others = [n for n in active_loras(transformer) if n != name]
+    if others:
         print(f"training uses only adapter {name!r}; deactivated: {', '.join(others)}")
     if not settings.pretrained_weight:
-        if name in getattr(transformer, "peft_config", {}): train_only(transformer, name, unused)
-        else: add_lora(transformer, settings, name, seed, unused)
+        if name in getattr(transformer, "peft_config", {}):
+            train_only(transformer, name, unused)
+        else:
+            add_lora(transformer, settings, name, seed, unused)
         return {}
     info = load_lora(transformer, settings.pretrained_weight, name, trainable=True, unused=unused)
     set_dropout(transformer, settings.lora_dropout, name)
-    c, n = transformer.peft_config[name], sum(name in m.lora_A for m in adapted_layers(transformer).values())
+    c = transformer.peft_config[name]
+    n = sum(name in m.lora_A for m in adapted_layers(transformer).values())
     print(f"training starts from {settings.pretrained_weight}: rank {c.r}, alpha {c.lora_alpha:g}, {n} "
           "layers; these come from the file, not from `model.lora`")
     return info

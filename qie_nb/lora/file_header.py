@@ -37,7 +37,7 @@ def counted_captions(
     captions:list, # one a pair
 ) -> dict: # {caption: pairs}, the commonest first
     "The instructions of a run as a header has them: on one line, shortened, and not all of many."
-    counts = {}
+    counts: dict[str, int] = {}
     for caption in captions:
         text = " ".join(caption.split())[:LONGEST_CAPTION]
         if text:
@@ -137,7 +137,8 @@ def manager_entries(
 ) -> dict: # {key of the header: text}
     "Everything that sites and managers read of a LoRA file."
     from safetensors.torch import save
-    layers = sorted({parse_key(key).layer for key in tensors})
+    parts = [parse_key(key) for key in tensors]
+    layers = sorted({part.layer for part in parts if part})
     training = training_entries(info, config, layers)
     entries = training | hashes_of(save(tensors, metadata=training))
     if info.get("model"):

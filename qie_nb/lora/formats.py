@@ -12,7 +12,7 @@ __all__ = ['WEIGHT_NAME', 'COMFY_NAME', 'CONFIG_NAME', 'is_hub_id', 'from_hub', 
 import json, math, re
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ WEIGHT_NAME = "pytorch_lora_weights.safetensors"
 COMFY_NAME = "pytorch_lora_weights_comfyui.safetensors"
 _HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:.+\.safetensors)?")
 
-def is_hub_id(path) -> bool:
+def is_hub_id(path:object) -> bool:
     "Is it a hub repository's id, and not a local path?"
     if not isinstance(path, str) or not _HUB.fullmatch(path) or Path(path).exists(): return False
     if path.endswith(".safetensors") and ":" not in path: return False
@@ -41,7 +41,7 @@ def _candidates(names:list) -> list: # sorted
     return sorted(n for n in names
                   if n.lower().endswith(".safetensors") and not Path(n).name.startswith("."))
 
-def _choose(names:list) -> str: # or None
+def _choose(names:list) -> str|None: # None: there is none, or several
     "The LoRA among file names."
     names = _candidates(names)
     if WEIGHT_NAME in names: return WEIGHT_NAME
@@ -76,12 +76,13 @@ def from_hub(path:str) -> Path: # in the hub's cache
     repo, _, file = path.partition(":")
     quiet_bars()
     try: # asks once; `list_repo_files` and `hf_hub_download` try six times
-        every = [s.rfilename for s in HfApi().model_info(repo, timeout=10).siblings]
+        every = [s.rfilename for s in HfApi().model_info(repo, timeout=10).siblings or ()]
         names = [n for n in every if n == file] if file else every
         name = _choose(names)
         if name:
             beside = str(Path(name).with_name(CONFIG_NAME))
-            if beside in every: hf_hub_download(repo, beside)
+            if beside in every:
+                hf_hub_download(repo, beside)
             return Path(hf_hub_download(repo, name))
     except Exception as error:
         try:
@@ -101,7 +102,7 @@ def _refusal(file:str|Path, what:str, remedy:str) -> ValueError:
 
 def find_lora(path:str|Path) -> Path: # the file
     "Find a file, the one in a folder, or download a hub id. Raises FileNotFoundError or ValueError."
-    if is_hub_id(path): return from_hub(path)
+    if is_hub_id(path): return from_hub(str(path))
     on_hub = _ON_HUB.fullmatch(str(path).strip())
     instead = f"give {on_hub[1]}:{on_hub[2]}" if on_hub else "download it, and give its path here"
     file = path_from(path, "LoRA", instead)
@@ -127,10 +128,11 @@ _PART = re.compile(rf"(.+)\.(?:lora_(A|B|down|up){_NAMED}|lora(?:_linear_layer)?
                    rf"|(alpha)|(lora_magnitude_vector){_NAMED})")
 
 class LayerPart(NamedTuple):
+    "A tensor of an adapter."
     layer: str # dotted name in the transformer
     part: str  # A, B, alpha or lora_magnitude_vector
 
-def parse_key(key:str) -> LayerPart: # or None
+def parse_key(key:str) -> LayerPart|None: # None: it is no part of an adapter
     "What a key of any of the formats names."
     found = _PART.fullmatch(key)
     if not found: return None
@@ -195,7 +197,7 @@ def check_keys(keys:list, metadata:dict, file:Path):
         if "qwen" not in told.lower() and _TRAINED_FOR.search(told):
             raise _refusal(file, f"is for another model, {told[:80]!r} by `{name}` in its header", _GIVE_QWEN)
 
-def _first(pattern:str, keys:list) -> str: # or None
+def _first(pattern:str, keys:list) -> str|None:
     "The first key in which a pattern is found."
     return next((k for k in keys if re.search(pattern, k)), None)
 
@@ -216,10 +218,11 @@ def _unknown_key(key:str, file:Path) -> ValueError:
                     "give a LoRA for Qwen-Image")
 
 # %% ../../nbs/lora/00_formats.ipynb #ab0861c0
-def _by_pattern(patterns, layer, default): # a layer's own value, matched as peft matches it
+def _by_pattern(patterns:dict|None, layer:str, default:Any): # a layer's own value, matched as peft matches it
     return next((v for k, v in (patterns or {}).items() if re.match(rf"(.*\.)?({k})$", layer)), default)
 
 def rank_of(config:dict, layer:str) -> int: # config: peft's settings
+    "A layer's rank."
     return _by_pattern(config.get("rank_pattern"), layer, config["r"])
 
 def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
@@ -232,6 +235,7 @@ def kohya_alpha(config:dict, layer:str) -> float: # config: peft's settings
 _HEADER = "its header"
 
 class Stated(NamedTuple):
+    "Settings of an adapter, and where they are written."
     where: str   # the place, for messages
     config: dict # peft's settings, perhaps not all
 
@@ -242,7 +246,7 @@ def _agrees(config:dict, layers:dict) -> bool:
         if "alpha" in parts and told != parts["alpha"].float(): return False
     return True
 
-def _alpha_of(parts:dict, layer:str, others:dict) -> float:
+def _alpha_of(parts:dict, layer:str, others:dict|None) -> float:
     "A layer's alpha: its tensor's, else that of other settings, else its rank."
     if "alpha" in parts: return parts["alpha"].item()
     return kohya_alpha(others, layer) if others else parts["A"].shape[0]
@@ -251,12 +255,14 @@ def infer_config(layers:dict, others:dict|None=None) -> dict: # {layer: {part: t
     "peft's settings, inferred from the tensors; `others` has alpha for layers without a tensor of it."
     rank = {n: p["A"].shape[0] for n, p in layers.items()}
     alpha = {n: _alpha_of(p, n, others) for n, p in layers.items()}
-    r, a = (Counter(d.values()).most_common(1)[0][0] for d in (rank, alpha))
+    r, _ = Counter(rank.values()).most_common(1)[0]
+    a, _ = Counter(alpha.values()).most_common(1)[0]
     return dict(r=r, lora_alpha=a, rank_pattern={f"^{n}": v for n, v in rank.items() if v != r},
                 alpha_pattern={f"^{n}": v for n, v in alpha.items() if v != a}, target_modules=sorted(layers),
                 use_dora=any("lora_magnitude_vector" in p for p in layers.values()))
 
 class Settled(NamedTuple):
+    "The settings that are used."
     config: dict # peft's settings
     note: str    # for the user, or ""
 
@@ -296,7 +302,7 @@ _SETTINGS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules
 _PEFT_NAME = "adapter_model.safetensors"
 _PLAIN_ALPHA = ("lora_alpha", "network_alpha", "ss_network_alpha", "alpha")
 
-def _json_object(text:str, what:str, file:Path) -> dict: # {} without a text
+def _json_object(text:str|None, what:str, file:Path) -> dict: # {} without a text
     "An object from JSON text. Raises ValueError."
     try:
         found = parse_json(text or "{}", nan=True)
@@ -340,7 +346,7 @@ def stated_settings(metadata:dict, file:Path) -> list: # of `Stated`, the most s
 
 def _plain_alpha(metadata:dict, file:Path) -> list: # of at most one `Stated`
     "Alpha as a header has it that no JSON is. Raises ValueError for two different ones."
-    found = {}
+    found: dict[str, float|str] = {}
     for name in _PLAIN_ALPHA:
         text = str(metadata.get(name, "")).strip()
         if text in ("", "None", "null", "Dynamic"): continue # kohya's word for layers that differ
@@ -360,7 +366,7 @@ _ALSO_ALPHA = ("I8", "I16", "I32", "I64", "U8")
 
 def _by_layer(keys:list, file:Path) -> dict: # {layer: {part: key}}
     "Sorts keys by layer. Raises ValueError for one that is no part of a LoRA, or that stands twice."
-    layers = {}
+    layers: dict[str, dict] = {}
     for key in keys:
         found = parse_key(key)
         if not found or not _LAYER.fullmatch(found.layer): raise _unknown_key(key, file)
@@ -416,11 +422,11 @@ def check_numbers(tensor:torch.Tensor, key:str, file:Path):
 # %% ../../nbs/lora/00_formats.ipynb #8109f501
 _PLAIN = re.compile(r"\^?(?:\w|\\?\.)+\$?") # a layer's name or how it ends
 
-def _is_number(value:object, least:float=-LARGEST) -> bool:
+def _is_number(value:Any, least:float=-LARGEST) -> bool:
     "Is it a number of a usual size?"
     return type(value) in (int, float) and least <= value <= LARGEST
 
-def _is_possible(key:str, value:object) -> bool: # one of peft's settings
+def _is_possible(key:str, value:Any) -> bool: # one of peft's settings
     "Can peft use this value?"
     if key == "r": return type(value) is int and value > 0
     if key == "lora_alpha": return _is_number(value)
@@ -440,12 +446,13 @@ def check_settings(config:dict, file:Path, where:str="its header"): # config: pe
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b02
 class LoraWeights(NamedTuple):
+    "A LoRA file that was read."
     state: dict  # {"<layer>.lora_A.weight": tensor as in the file}
     config: dict # peft's settings
     info: dict   # our note: base model, areas, steps, ...
     file: Path
 
-def _layers_of(f, file:Path) -> dict: # {layer: {part: key}}
+def _layers_of(f:Any, file:Path) -> dict: # {layer: {part: key}}
     "The layers of an open file, checked by its header."
     keys = sorted(f.keys())
     check_keys(keys, f.metadata() or {}, file)
@@ -469,13 +476,15 @@ def read_lora(path:str|Path) -> LoraWeights:
             for part, key in parts.items():
                 check_numbers(tensors[name][part], key, file)
     config, note = settle_config(tensors, stated_settings(metadata, file), file)
-    if note: print(note)
+    if note:
+        print(note)
     names = dict(A="lora_A.weight", B="lora_B.weight", lora_magnitude_vector="lora_magnitude_vector")
     state = {f"{n}.{names[part]}": t for n, p in tensors.items() for part, t in p.items() if part in names}
     return LoraWeights(state, config, _note_in(metadata, file), file)
 
 # %% ../../nbs/lora/00_formats.ipynb #19298b04
 class FoundLora(NamedTuple):
+    "A LoRA file that was checked."
     file: Path
     info: dict # our note
 

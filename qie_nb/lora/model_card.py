@@ -8,6 +8,7 @@ __all__ = ['plain', 'fenced', 'loading_code', 'usage', 'card_settings', 'model_c
 
 # %% ../../nbs/lora/03_model_card.ipynb #eeb131b7
 import html, json, re, shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..config import Config
@@ -19,7 +20,7 @@ from ..core.settings import value_of
 from .formats import COMFY_NAME, WEIGHT_NAME, is_hub_id
 
 # %% ../../nbs/lora/03_model_card.ipynb #897de3c7
-def plain(text) -> str:
+def plain(text:object) -> str:
     "One line of Markdown that shows a text unchanged."
     one_line = html.escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#+!|~$:@])", r"\\\1", one_line)
@@ -68,7 +69,6 @@ image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_sca
              num_inference_steps=20).images[0]
 image.save("output.png")'''
 
-
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0
 def card_settings(
     config:Config,
@@ -85,17 +85,23 @@ _DATA = dict(samples="pairs", without_control="of them text-to-image, without a 
              control_area="control area, pixels", image_size="target size, pixels",
              vl_area="area the text encoder sees, pixels", image_positions="positions of image tokens")
 
-def _table(*rows): # the first is the head
+def _table(*rows:tuple) -> str: # the first is the head
+    "A table of Markdown."
     lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
     return "\n".join([lines[0], "| --- | --- |", *lines[1:]])
 
 # %% ../../nbs/lora/03_model_card.ipynb #bbca8901
-def _parts(facts, images, where): # (heading, text or None)
-    size = lambda v: "x".join(map(str, v)) if isinstance(v, (list, tuple)) else v
-    data = [(label, size(facts[k])) for k, label in _DATA.items() if facts.get(k) is not None]
+def _shown_size(value:object) -> object:
+    "A size as 96x64; other values as they are."
+    return "x".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+
+def _parts(facts:dict, images:Sequence, where:str) -> Iterator[tuple]: # (heading, text; empty: left out)
+    "The sections of a card."
+    data = [(label, _shown_size(facts[k])) for k, label in _DATA.items() if facts.get(k) is not None]
     captions = [" ".join(c.split()) for c in facts.get("captions") or () if c.strip()]
     more = f"\n\nand {len(captions) - 5} more." if len(captions) > 5 else ""
-    weights, loss = _WEIGHTS.get(facts.get("weights")), facts.get("held_out_loss")
+    weights = _WEIGHTS.get(facts.get("weights", ""))
+    loss = facts.get("held_out_loss")
     yield "Images", "\n\n".join(f"![{plain(text)}]({name})" for name, text in images)
     yield "Use", fenced(usage(facts, where), "python")
     yield "Data", data and _table(("data", ""), *data)
@@ -108,11 +114,13 @@ def _parts(facts, images, where): # (heading, text or None)
 # %% ../../nbs/lora/03_model_card.ipynb #bbca8902
 def model_card(
     facts:dict, # title, license, captions, held_out_loss, settings and the LoRA file's own note
-    images=(), # (path relative to the card, what it shows)
+    images:Sequence[tuple]=(), # (path relative to the card, what it shows)
     where:str="path/to/this/folder", # hub id or folder of the LoRA
 ) -> str: # Markdown
+    "The model card of a LoRA, for a model site."
     from huggingface_hub import ModelCardData
-    base, variant = facts.get("base_model") or facts.get("base") or "Qwen-Image-Edit", facts.get("variant")
+    base = facts.get("base_model") or facts.get("base") or "Qwen-Image-Edit"
+    variant = facts.get("variant")
     head = ModelCardData(library_name="diffusers", pipeline_tag="image-to-image",
                          tags=["lora", "diffusers", "qwen-image-edit", "image-to-image"],
                          license=facts.get("license"),
@@ -123,26 +131,30 @@ def model_card(
             f"A LoRA for {plain(base)}{f' ({plain(variant)})' if variant else ''}, made with qie_nb.\n{parts}")
 
 # %% ../../nbs/lora/03_model_card.ipynb #4f173c75
-def own_card(folder) -> bool: # does README.md not exist, or did we write it?
+def own_card(folder:str|Path) -> bool:
+    "Does README.md not exist, or did we write it?"
     file = Path(folder)/"README.md"
     return not file.exists() or ", made with qie_nb." in file.read_text(encoding="utf-8", errors="replace")
 
-def write_model_card(folder, facts:dict, images=(), where:str="path/to/this/folder") -> Path:
+def write_model_card(folder:str|Path, facts:dict, images:Sequence=(), where:str="path/to/this/folder") -> Path:
     "Write the card, and copies of the images (paths, or (path, what it shows)) under numbers."
-    folder, copies = Path(folder), []
+    folder = Path(folder)
+    copies = []
     for n, image in enumerate(images):
         source, text = image if isinstance(image, tuple) else (image, Path(image).stem)
         target = folder/"samples"/f"{n:02}{Path(source).suffix.lower()}"
         target.parent.mkdir(parents=True, exist_ok=True)
-        if Path(source).resolve() != target.resolve(): shutil.copyfile(source, target)
+        if Path(source).resolve() != target.resolve():
+            shutil.copyfile(source, target)
         copies.append((target.relative_to(folder).as_posix(), text))
     write_atomic(folder/"README.md", model_card(facts, copies, where).encode())
     return folder/"README.md"
 
 # %% ../../nbs/lora/03_model_card.ipynb #93e91cbe
-class SavedLora(type(Path())):
+class SavedLora(type(Path())): # type: ignore[misc] # the class of this system's paths
     "The path of a LoRA file; in a notebook, links to it and to what was saved beside it."
-    def __repr__(self): return str(self)
+    def __repr__(self):
+        return str(self)
 
     def files(self) -> dict: # {what: path}, of those that exist
         "The LoRA in both formats, its workflow and its card."
@@ -161,7 +173,7 @@ class SavedLora(type(Path())):
         return f"<div>{'<br>'.join(links)}</div>"
 
 # %% ../../nbs/lora/03_model_card.ipynb #b46d4d2a
-def published(folder) -> list: # paths relative to it
+def published(folder:str|Path) -> list: # paths relative to it
     "The files to upload. Raises ValueError if LoRA or card is missing."
     folder = Path(folder)
     files = [n for n in (WEIGHT_NAME, COMFY_NAME) if (folder/n).is_file()]
@@ -173,10 +185,11 @@ def published(folder) -> list: # paths relative to it
     return [*files, "README.md", *(n for n in dict.fromkeys(images) if (folder/n).is_file())]
 
 # %% ../../nbs/lora/03_model_card.ipynb #b46d4d01
-def push_to_hub(folder, repo_id:str, private:bool=True) -> str: # URL of the repository
+def push_to_hub(folder:str|Path, repo_id:str, private:bool=True) -> str: # URL of the repository
     "Upload a folder's LoRA, its card and the card's images. Raises ValueError or ConnectionError."
     from huggingface_hub import HfApi
-    files, api = published(folder), HfApi()
+    files = published(folder)
+    api = HfApi()
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(repo_id)):
         raise ValueError(f"`repo_id` must be owner/name, got {repo_id!r}")
     try:

@@ -9,12 +9,13 @@ __all__ = ['COMPONENTS', 'WHEN_NEEDED', 'restore_image_positions', 'find_variant
 
 # %% ../../nbs/models/03_components.ipynb #e7f003db
 import hashlib, inspect, json, os, shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from fastcore.basics import patch
 
 from ..core.environment import detect_environment, own_home
 from ..core.files import cached_file_property, file_digest, free_bytes, write_atomic
@@ -22,9 +23,9 @@ from ..core.display import quiet_bars
 from ..core.presets import PUBLISHED_MODELS
 from ..core.settings import either
 from .hub import (
-    INDEX, LocalShards, ShardDownloader, component_class, find_model_folder, hub_model, sampled_digest)
+    INDEX, HubModel, LocalShards, ShardDownloader, component_class, find_model_folder, hub_model, sampled_digest)
 from .loading import (
-    UNUSED, check_saved_quantization, component_bytes, device_of, empty_model, load_quantized, remap_key,
+    UNUSED, Placement, check_saved_quantization, component_bytes, device_of, empty_model, load_quantized, remap_key,
     saved_quantization, source_checkpoint, stored_dtype, weight_files)
 from .quantizations.known import QUANTIZATIONS, dtype_name, parse_quantization
 from .single_file import (
@@ -34,12 +35,15 @@ from .variants import v1, v2509, v2511 # each registers its class
 from .variants.base import VARIANTS, Variant, transformer_config, variant_of_folder
 
 # %% ../../nbs/models/03_components.ipynb #cda2f9fa
-def restore_image_positions(pipe): # the same pipeline
+def restore_image_positions(
+    pipe:Any, # a pipeline of diffusers
+) -> Any: # the same
     "Let any Qwen-Image-Edit pipeline encode images with three-dimensional positions (diffusers issue 14194)."
     encoder = pipe.text_encoder
     forward = inspect.signature(type(encoder).forward).parameters
     if "mm_token_type_ids" not in forward or getattr(encoder, "has_image_positions", False): return pipe
-    def add(module, args, kw):
+
+    def add(module:Any, args:tuple, kw:dict) -> tuple:
         ids = kw.get("input_ids")
         if ids is not None and kw.get("image_grid_thw") is not None and kw.get("mm_token_type_ids") is None:
             kw["mm_token_type_ids"] = (ids == module.config.image_token_id).int()
@@ -49,7 +53,10 @@ def restore_image_positions(pipe): # the same pipeline
     return pipe
 
 # %% ../../nbs/models/03_components.ipynb #26ddae71
-def find_variant(folder, expected:str="auto") -> Variant: # expected: as `model.variant`
+def find_variant(
+    folder:str|Path, # of a model
+    expected:str="auto", # as `model.variant`
+) -> Variant:
     "The variant of a model folder."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
@@ -66,7 +73,11 @@ def find_variant(folder, expected:str="auto") -> Variant: # expected: as `model.
     return found
 
 # %% ../../nbs/models/03_components.ipynb #26ddae01
-def native_areas(folder, variant:Variant) -> dict: # control_area, vl_area in pixels
+def native_areas(
+    folder:str|Path, # of a model
+    variant:Variant,
+) -> dict: # control_area, vl_area in pixels
+    "The image areas of a model: its own, if it has some, or the variant's."
     path = Path(folder)/"qie_nb.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     return {k: own.get(k, getattr(variant, k)) for k in ("control_area", "vl_area")}
@@ -76,10 +87,13 @@ COMPONENTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "s
 # %% ../../nbs/models/03_components.ipynb #26ddae02
 def resolve_model(
     name:str, # as for `Components`
-    components=(), revision:str|None=None) -> Path:
+    components:Sequence[str]=(), # to download
+    revision:str|None=None, # of the hub
+) -> Path:
     "A model's folder; the named components of a hub model are downloaded."
     if name == "tiny": return Path(__file__).parents[1]/"assets"/"tiny-edit"
-    if hub := hub_model(name, revision):
+    hub = hub_model(name, revision)
+    if hub:
         quiet_bars()
         return hub.fetch_all(components)
     return find_model_folder(Path(name).expanduser())
@@ -91,23 +105,36 @@ def quantize_setting(
     "The setting that quantizes a component."
     return "model.quantize" if component == "transformer" else f"model.{component}_quantize"
 
-def check_weights(folder, name:str, weights:bool=True): # weights: does this component have any?
+def check_weights(
+    folder:str|Path, # of a model
+    name:str, # of the component
+    weights:bool=True, # does it have any?
+):
     "Raises FileNotFoundError or ValueError if a component is missing or its weights are pickles."
     if not (Path(folder)/name).is_dir():
         raise FileNotFoundError(f"model folder {str(folder)!r} lacks {name}/; copy the model again")
     if weights and not own_weights(Path(folder)/name):
         raise ValueError(f"model folder {str(folder)!r} has no safetensors weights in {name}/; pickles are "
                          "not read, save the model as safetensors")
-    if weights: weight_files(Path(folder)/name) # refuses names that leave the folder
+    if weights:
+        weight_files(Path(folder)/name) # refuses names that leave the folder
 
 # %% ../../nbs/models/03_components.ipynb #25686101
 def load_component(
-    folder, name:str, dtype=torch.float32, device="cpu", quantization:str|None=None, prepare=None, placement=None):
-    "Load a component; arguments as for `load_quantized`."
+    folder:str|Path, # of a model
+    name:str, # of the component
+    dtype:torch.dtype=torch.float32, # this and the others as for `load_quantized`
+    device:str|torch.device="cpu",
+    quantization:str|None=None,
+    prepare:Callable[[torch.nn.Module], object]|None=None,
+    placement:Placement|None=None,
+) -> Any: # a module is frozen and in eval mode
+    "Load a component: a model, a tokenizer, a processor or a scheduler."
     from safetensors import SafetensorError
     library, cls = component_class(folder, name)
     quiet_bars()
-    has_weights, path = issubclass(cls, torch.nn.Module), Path(folder)/name
+    has_weights = issubclass(cls, torch.nn.Module)
+    path = Path(folder)/name
     check_weights(folder, name, has_weights)
     if not has_weights: # transformers would ask whether to run the folder's code
         never = dict(trust_remote_code=False) if library == "transformers" else {}
@@ -128,7 +155,7 @@ def load_component(
 # %% ../../nbs/models/03_components.ipynb #ef7583e6
 def variant_of_marks(
     file:SingleFile,
-) -> Variant: # None: it has no mark
+) -> Variant|None: # None: it has no mark
     "The variant whose mark a file has."
     return next((v for v in VARIANTS.values() if v.file_mark and v.file_mark in file.marks), None)
 
@@ -153,7 +180,7 @@ def _pointing_folder(
     file:SingleFile,
     folder:Path, # of the model that gives the other components
     config:dict, # the component's
-    check:Callable, # raises ValueError if the file does not fit
+    check:Callable[[], None]|None=None, # raises ValueError if the file does not fit
 ) -> Path: # a model folder with one component
     "Write the small folder of a file, unless it is there."
     path = file.path.absolute()
@@ -163,7 +190,8 @@ def _pointing_folder(
     digest = hashlib.sha256(facts.encode()).hexdigest()[:16]
     out = own_home(os.environ)/"models"/f"{path.stem}@{digest}"
     if not (out/INDEX).is_file(): # it is written last
-        check()
+        if check is not None:
+            check()
         part = out/file.kind.component
         write_atomic(part/POINTER, str(path).encode())
         write_atomic(part/"config.json", json.dumps(config, indent=1).encode())
@@ -180,7 +208,7 @@ def folder_of_file(
     chosen = VARIANTS.get(expected) or variant_of_marks(file) or base
     config = transformer_config(folder) or chosen.published_config()
     file.check(expected_shapes(config)) # always: the same file may be asked for with another variant
-    return _pointing_folder(file, folder, config, check=lambda: None)
+    return _pointing_folder(file, folder, config)
 
 def text_encoder_shapes(
     file:SingleFile,
@@ -201,6 +229,7 @@ def folder_of_text_encoder(
     if not settings.is_file():
         raise FileNotFoundError(f"model folder {str(folder)!r} lacks text_encoder/config.json, which "
                                 f"`{file.kind.setting}` needs; copy that small file from the model")
+
     def check():
         unused = {name: file.tensors[name].shape for name in file.names if name.startswith(UNUSED)}
         file.check(text_encoder_shapes(file, folder) | unused)
@@ -223,15 +252,18 @@ class Components:
         transformer_file:str|None=None, # as `model.transformer_file`
         text_encoder_file:str|None=None, # as `model.text_encoder_file`
     ):
-        self.name, self.dtype, self.revision = name, dtype, revision
-        self.files = {} # {component: `SingleFile`}; read before the hub is asked
+        self.name = name
+        self.dtype = dtype
+        self.revision = revision
+        self.files: dict[str, SingleFile] = {} # {component: `SingleFile`}; read before the hub is asked
         for kind, path in ((TRANSFORMER, transformer_file), (TEXT_ENCODER, text_encoder_file)):
             if path:
                 self.files[kind.component] = single_file(path, kind)
-        self._devices = dict(devices or {})
+        self._devices: dict[str, str|torch.device] = dict(devices or {})
         self._quantize = {k: parse_quantization(v) for k, v in (quantize or {}).items()}
-        self.folder, self.release = resolve_model(name, revision=revision), release
-        self.homes = {} # {component: its model folder, if it is in a single file}
+        self.folder = resolve_model(name, revision=revision)
+        self.release = release
+        self.homes: dict[str, Path] = {} # {component: its model folder, if it is in a single file}
         transformer = self.files.get("transformer")
         if transformer is not None:
             self.homes["transformer"] = folder_of_file(transformer, self.folder, variant)
@@ -248,11 +280,17 @@ class Components:
         self._areas = native_areas(self.folder, self.variant)
 
     @property
-    def hub(self): return hub_model(self.name, self.revision) # `HubModel`, or None for a local folder
+    def hub(self) -> HubModel|None:
+        "The model on the hub; None: it is in a local folder."
+        return hub_model(self.name, self.revision)
+
+    def source_of(self, name:str) -> HubModel|None:
+        "The model on the hub that a component's weights come from; None: they are here."
+        return None if name in self.files else self.hub
 
     def downloads(self, name:str) -> bool:
         "Do a component's weights come from the hub?"
-        return self.hub is not None and name not in self.files
+        return self.source_of(name) is not None
 
     def place_of(self, name:str) -> Path: # may be missing
         "The folder of a component's settings, and of its weights unless they are downloaded."
@@ -303,81 +341,125 @@ class Components:
         single = "".join(f"; {part.replace('_', ' ')}: {file}" for part, file in self.files.items())
         return f"{self.name}: {self.variant}, controls {area} px, for the text encoder {seen} px{single}"
 
-# %% ../../nbs/models/03_components.ipynb #7d40c002
-@patch
-def deletes_shards(self:Components, name:str) -> bool:
-    hub = self.hub
-    kind = self.quantize.get(name)
-    if not self.downloads(name) or kind is None or QUANTIZATIONS[kind].unsaved(): return False
-    if not (self.release and hub.weights(name)): return False
-    if self.release is True: return True
-    room = detect_environment().free_space(hub.hub.folder, free_bytes)
-    return sum(hub.missing(name).values()) > room
+    def deletes_shards(self, name:str) -> bool:
+        "Is each downloaded file of a component deleted after it is quantized?"
+        hub = self.source_of(name)
+        kind = self.quantize.get(name)
+        if hub is None or kind is None or QUANTIZATIONS[kind].unsaved(): return False
+        if not (self.release and hub.weights(name)): return False
+        if self.release is True: return True
+        room = detect_environment().free_space(hub.hub.folder, free_bytes)
+        return sum(hub.missing(name).values()) > room
 
-@patch
-def shards(self:Components, name:str):
-    return ShardDownloader(self.hub, name) if self.downloads(name) else LocalShards(self.place_of(name))
+    def shards(self, name:str) -> LocalShards|ShardDownloader:
+        "The files of a component's weights, to read one by one."
+        hub = self.source_of(name)
+        return LocalShards(self.place_of(name)) if hub is None else ShardDownloader(hub, name)
 
-@patch
-def row_dtype(self:Components,
-    folder=None, name:str="transformer",
-) -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
-    "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
-    if folder is None and not self.downloads(name):
-        folder = self.place_of(name)
-    if folder and (origin := source_checkpoint(folder)): own = getattr(torch, origin["table_dtype"])
-    elif folder: own = stored_dtype(weight_files(folder)[0]) or self.dtype
-    else:
-        configs = self.hub.fetch_configs([name])
-        empty = empty_model(component_class(configs, name)[1], configs/name)
-        size = sum(self.hub.weights(name).values()) / sum(p.numel() for p in empty.parameters())
-        own = torch.bfloat16 if size < 3 else torch.float32
-    return min(self.dtype, own, key=lambda d: d.itemsize)
+    def row_dtype(self,
+        folder:str|Path|None=None, # of the component, if it is not the usual one
+        name:str="transformer",
+    ) -> torch.dtype: # of a modulation table's rows, or of a copy's plain weights
+        "The narrower of the run's dtype and the checkpoint's: in `folder`, or by its size on the hub."
+        hub = self.source_of(name)
+        if folder is None and hub is None:
+            folder = self.place_of(name)
+        if folder:
+            origin = source_checkpoint(folder)
+            own = getattr(torch, origin["table_dtype"]) if origin else stored_dtype(weight_files(folder)[0])
+        elif hub is not None:
+            configs = hub.fetch_configs([name])
+            empty = empty_model(component_class(configs, name)[1], configs/name)
+            size = sum(hub.weights(name).values()) / sum(p.numel() for p in empty.parameters())
+            own = torch.bfloat16 if size < 3 else torch.float32
+        return min(self.dtype, own or self.dtype, key=attrgetter("itemsize"))
 
-# %% ../../nbs/models/03_components.ipynb #7d40c004
-@patch
-def _quantized_folder(self:Components, name) -> Path: # of a hub component
-    table = "-table" if name == "transformer" and self.modulation_sets(self.dtype) else ""
-    return self.hub.store/f"{name}-{self.quantize.get(name)}-{dtype_name(self.dtype)}{table}"
+    def _quantized_folder(self, hub:HubModel, name:str) -> Path:
+        "Where the quantized copy of a hub component is."
+        table = "-table" if name == "transformer" and self.modulation_sets(self.dtype) else ""
+        return hub.store/f"{name}-{self.quantize.get(name)}-{dtype_name(self.dtype)}{table}"
 
-# %% ../../nbs/models/03_components.ipynb #7d40c005
-@patch
-def folder_with_table(self:Components) -> Path: # the transformer's, or None
-    "Where the transformer has, or will have, a table instead of its modulation layers."
-    if not self.downloads("transformer"):
-        folder = self.place_of("transformer")
-        return folder if source_checkpoint(folder).get("table") else None
-    out = self._quantized_folder("transformer")
-    used = (out/"transformer").is_dir() or self.deletes_shards("transformer")
-    return out/"transformer" if used and self.modulation_sets(self.dtype) else None
+    def folder_with_table(self) -> Path|None: # the transformer's; None: it has its layers
+        "Where the transformer has, or will have, a table instead of its modulation layers."
+        hub = self.source_of("transformer")
+        if hub is None:
+            folder = self.place_of("transformer")
+            return folder if source_checkpoint(folder).get("table") else None
+        copy = self._quantized_folder(hub, "transformer")/"transformer"
+        used = copy.is_dir() or self.deletes_shards("transformer")
+        return copy if used and self.modulation_sets(self.dtype) else None
 
-@patch
-def copy_bytes(self:Components, name:str, tables:int=1) -> int:
-    "Bytes on disk of a hub component's quantized copy, with its modulation table or several."
-    from qie_nb.models.prequantize import modulation_table_bytes, quantized_bytes
-    folder, dtype = self.hub.fetch_configs([name]), self.row_dtype(name=name)
-    sets = self.modulation_sets(dtype) if name == "transformer" else {}
-    config = json.loads((folder/name/"config.json").read_text())
-    cls = component_class(folder, name)[1]
-    size = quantized_bytes(cls, folder/name, self.quantize[name], dtype, bool(sets))
-    return size + (tables * modulation_table_bytes(sets, config, dtype) if sets else 0)
+    def copy_bytes(self,
+        name:str, # of a component that is downloaded
+        tables:int=1, # how often the disk holds the modulation table
+    ) -> int:
+        "Bytes on disk of a hub component's quantized copy, with its modulation table or several."
+        from qie_nb.models.prequantize import modulation_table_bytes, quantized_bytes
+        hub = self.source_of(name)
+        if hub is None: return 0
+        folder = hub.fetch_configs([name])
+        dtype = self.row_dtype(name=name)
+        sets = self.modulation_sets(dtype) if name == "transformer" else {}
+        config = json.loads((folder/name/"config.json").read_text())
+        _, cls = component_class(folder, name)
+        size = quantized_bytes(cls, folder/name, self.quantize[name], dtype, bool(sets))
+        return size + (tables * modulation_table_bytes(sets, config, dtype) if sets else 0)
 
-@patch
-def folder_of(self:Components, name:str) -> Path: # a model folder
-    "The folder with a component, downloaded or quantized now if needed."
-    from qie_nb.models.prequantize import quantize_checkpoint
-    if not self.downloads(name): return self.place_of(name).parent
-    out = self._quantized_folder(name)
-    if not (out/name).is_dir():
-        if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
-        cls, shards, q = component_class(self.folder, name)[1], self.shards(name), self.quantize[name]
-        rows = self.row_dtype() if name == "transformer" else None
-        sets = self.modulation_sets(rows) if rows else {}
-        self.hub.check_disk_space(name, self.copy_bytes(name, 2)) # the table twice while it is packed
-        quantize_checkpoint(cls, shards, out/name, q, self.dtype, self.device_for(name), sets,
-                            rows, hash_files=name != "transformer")
-    shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")
-    return out
+    def folder_of(self, name:str) -> Path: # a model folder
+        "The folder with a component, downloaded or quantized now if needed."
+        from qie_nb.models.prequantize import quantize_checkpoint
+        hub = self.source_of(name)
+        if hub is None: return self.place_of(name).parent
+        out = self._quantized_folder(hub, name)
+        if not (out/name).is_dir():
+            if not self.deletes_shards(name): return resolve_model(self.name, [name], self.revision)
+            _, cls = component_class(self.folder, name)
+            rows = self.row_dtype() if name == "transformer" else None
+            sets = self.modulation_sets(rows) if rows else {}
+            hub.check_disk_space(name, self.copy_bytes(name, 2)) # the table twice while it is packed
+            quantize_checkpoint(cls, self.shards(name), out/name, self.quantize[name], self.dtype,
+                                self.device_for(name), sets, rows, hash_files=name != "transformer")
+        shutil.copyfile(self.folder/"model_index.json", out/"model_index.json")
+        return out
+
+    def is_local(self, name:str) -> bool:
+        "Can a component be loaded without a download?"
+        hub = self.source_of(name)
+        if hub is not None:
+            if (self._quantized_folder(hub, name)/name).is_dir(): return True
+            if hub.missing(name): return False
+        return self.place_of(name).is_dir()
+
+    def bytes_of(self,
+        name:str,
+        table:bool=False, # with the modulation table?
+    ) -> int:
+        "Bytes of a component in memory; nothing is downloaded to know them."
+        from qie_nb.models.prequantize import quantized_bytes
+        q = self.quantize.get(name)
+        hub = self.source_of(name)
+        if hub is None or self.is_local(name):
+            return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
+        folder = hub.fetch_configs([name])
+        return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
+
+    def has_encoders(self) -> bool:
+        "Can VAE, text encoder and their companions be loaded without a download?"
+        return all(self.is_local(name) for name in self.variant.encoders)
+
+    def identity(self) -> dict:
+        "The encoders in the cache's keys and manifest."
+        at = {c: self.folder_of(c) for c in self.variant.encoders}
+        large = at["text_encoder"]/"text_encoder"
+        size = sum(p.stat().st_size for p in own_weights(large))
+        if size > 2e9 and not saved_quantization(large):
+            print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
+        text = "-".join(component_digest(at[c], c) for c in self.variant.encoders if c != "vae")
+        blind = {} if self.variant.sees_images else dict(prompts_see_images=False)
+        return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
+                    vae=component_digest(at["vae"], "vae"),
+                    text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
+                    **self.variant.prompt_identity(), dtype=dtype_name(self.dtype), **self.areas, **blind)
 
 # %% ../../nbs/models/03_components.ipynb #de56b44a
 _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "torch_dtype", "dtype",
@@ -385,7 +467,10 @@ _VOLATILE = ("_diffusers_version", "_name_or_path", "transformers_version", "tor
 _UNUSED = ("generation_config.json", "video_preprocessor_config.json")
 
 # %% ../../nbs/models/03_components.ipynb #de56b401
-def component_digest(folder, name:str) -> str: # 16 hex digits
+def component_digest(
+    folder:str|Path, # of a model
+    name:str, # of the component
+) -> str: # 16 hex digits
     "Digest of a component's weights and settings, the same for a prequantized copy."
     check_weights(folder, name, False)
     folder = Path(folder)/name
@@ -394,46 +479,9 @@ def component_digest(folder, name:str) -> str: # 16 hex digits
     if not origin:
         parts += [file_digest(p) for p in own_weights(folder)]
     for p in folder.iterdir():
-        if p.name in ("tokenizer.json", "vocab.json", "merges.txt"): parts.append(file_digest(p))
+        if p.name in ("tokenizer.json", "vocab.json", "merges.txt"):
+            parts.append(file_digest(p))
         elif p.name.endswith("config.json") and p.name not in _UNUSED:
             settings = {k: v for k, v in json.loads(p.read_text()).items() if k not in _VOLATILE}
             parts.append(json.dumps(settings, sort_keys=True))
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
-
-# %% ../../nbs/models/03_components.ipynb #de56b402
-@patch
-def is_local(self:Components, name:str) -> bool: # can it be loaded without a download?
-    downloads = self.downloads(name)
-    if downloads and ((self._quantized_folder(name)/name).is_dir()): return True
-    return self.place_of(name).is_dir() and not (downloads and self.hub.missing(name))
-
-@patch
-def bytes_of(self:Components,
-    name:str, table:bool=False, # with the modulation table?
-) -> int:
-    "Bytes of a component in memory; nothing is downloaded to know them."
-    from qie_nb.models.prequantize import quantized_bytes
-    q = self.quantize.get(name)
-    if not self.downloads(name) or self.is_local(name):
-        return component_bytes(self.folder_of(name)/name, self.dtype, q, table)
-    folder = self.hub.fetch_configs([name])
-    return quantized_bytes(component_class(folder, name)[1], folder/name, q, self.dtype, table)
-
-@patch
-def has_encoders(self:Components) -> bool: return all(map(self.is_local, self.variant.encoders))
-
-# %% ../../nbs/models/03_components.ipynb #de56b403
-@patch
-def identity(self:Components) -> dict:
-    "The encoders in the cache's keys and manifest."
-    at = {c: self.folder_of(c) for c in self.variant.encoders}
-    large = at["text_encoder"]/"text_encoder"
-    size = sum(p.stat().st_size for p in own_weights(large))
-    if size > 2e9 and not saved_quantization(large):
-        print(f"reading {size/1e9:.1f} GB to identify the encoders, unless done before")
-    text = "-".join(component_digest(at[c], c) for c in self.variant.encoders if c != "vae")
-    blind = {} if self.variant.sees_images else dict(prompts_see_images=False)
-    return dict(model=Path(self.name).name, revision=self.revision, variant=self.variant.name,
-                vae=component_digest(at["vae"], "vae"),
-                text_encoder=f"{text}-{self.quantize.get('text_encoder') or 'plain'}",
-                **self.variant.prompt_identity(), dtype=dtype_name(self.dtype), **self.areas, **blind)

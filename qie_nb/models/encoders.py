@@ -10,22 +10,27 @@ __all__ = ['vae_2d', 'vae_factor', 'pixels_of', 'encode_images', 'encode_image',
 
 # %% ../../nbs/models/07_encoders.ipynb #1f7ef5af
 import copy, inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 
+if TYPE_CHECKING:
+    from qie_nb.models.variants.base import Variant
+
 from ..data.images import Geometry
 from .loading import device_of
 
 # %% ../../nbs/models/07_encoders.ipynb #107be9f5
-def _forward_2d(conv):
+def _forward_2d(conv:Any) -> Callable:
     "A `conv.forward` for one frame as a 2-D convolution; the original does the rest."
-    conv3d, kernel = conv.forward, conv.kernel_size
+    conv3d = conv.forward
+    kernel = conv.kernel_size
     left, right, top, bottom, before, _ = conv._padding # in the order of `F.pad`
     causal = before == kernel[0] - 1 and left == right and top == bottom
 
@@ -39,40 +44,48 @@ def _forward_2d(conv):
 # %% ../../nbs/models/07_encoders.ipynb #107be901
 @contextmanager
 def vae_2d(
-    vae, # AutoencoderKLQwenImage
+    vae:torch.nn.Module, # AutoencoderKLQwenImage
     on:bool=True,
-):
+) -> Iterator[torch.nn.Module]:
     "A context in which a VAE handles single frames with 2-D convolutions."
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-    convs = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d)] if on else []
+    convs: list[Any] = []
+    if on:
+        convs = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d)]
     before = [m.__dict__.get("forward") for m in convs] # e.g. of accelerate's hooks
     try:
-        for m in convs: m.forward = _forward_2d(m)
+        for m in convs:
+            m.forward = _forward_2d(m)
         yield vae
     finally:
         for m, own in zip(convs, before):
             m.__dict__.pop("forward", None)
-            if own is not None: m.forward = own
+            if own is not None:
+                m.forward = own
 
 # %% ../../nbs/models/07_encoders.ipynb #73bd9c98
-def vae_factor(vae) -> int:
+def vae_factor(
+    vae:Any, # AutoencoderKLQwenImage
+) -> int:
     "Pixels per latent pixel along one side: 2 per downsampling stage."
     return 2 ** len(vae.temperal_downsample)
 
-def _stats(vae, like): # in the latent's dtype, as in the pipelines
-    mean, std = (torch.tensor(v).view(1, vae.config.z_dim, 1, 1, 1).to(like.device, like.dtype)
-                 for v in (vae.config.latents_mean, vae.config.latents_std))
-    return mean, std
+def _stats(vae:Any, like:torch.Tensor) -> tuple: # (mean, std), each [1, C, 1, 1, 1]
+    "The normalization of latents, in a latent's dtype as in the pipelines."
+    def of_channels(values:list) -> torch.Tensor:
+        return torch.tensor(values).view(1, vae.config.z_dim, 1, 1, 1).to(like.device, like.dtype)
+    return of_channels(vae.config.latents_mean), of_channels(vae.config.latents_std)
 
-def _processor(vae):
+def _processor(vae:Any) -> Any: # `VaeImageProcessor`
+    "diffusers' processor of images for a VAE."
     from diffusers.image_processor import VaeImageProcessor
     return VaeImageProcessor(vae_scale_factor=vae_factor(vae) * 2)
 
 # %% ../../nbs/models/07_encoders.ipynb #73bd9c01
 def pixels_of(
-    vae,
-    image, # PIL image; a tensor is returned unchanged
-    size, # (width, height) to resize to (Lanczos), pixels
+    vae:Any, # AutoencoderKLQwenImage
+    image:Image.Image|torch.Tensor, # a tensor is returned unchanged
+    size:tuple, # (width, height) to resize to (Lanczos), pixels
 ) -> torch.Tensor: # [1, 3, 1, H, W] float32 in -1..1
     "An image as the VAE's input."
     if isinstance(image, torch.Tensor): return image
@@ -81,20 +94,26 @@ def pixels_of(
 # %% ../../nbs/models/07_encoders.ipynb #73bd9c02
 @torch.no_grad()
 def encode_images(
-    vae,
-    images, # B PIL images, or results of `pixels_of`
-    size, # (width, height) to resize to (Lanczos), pixels
+    vae:Any, # AutoencoderKLQwenImage
+    images:Sequence, # B PIL images, or results of `pixels_of`
+    size:tuple, # (width, height) to resize to (Lanczos), pixels
     use_2d:bool=True, # with 2-D convolutions?
 ) -> torch.Tensor: # [B, C, 1, h, w] in the VAE's dtype, normalised
     "Latents of images: `(z - mean) / std` of the distribution's mode z."
     x = torch.cat([pixels_of(vae, im, size) for im in images])
-    with vae_2d(vae, use_2d): z = vae.encode(x.to(vae.device, vae.dtype)).latent_dist.mode()
+    with vae_2d(vae, use_2d):
+        z = vae.encode(x.to(vae.device, vae.dtype)).latent_dist.mode()
     mean, std = _stats(vae, z)
     return (z - mean) / std
 
 # %% ../../nbs/models/07_encoders.ipynb #73bd9c03
-def encode_image(vae, image, size, use_2d:bool=True) -> torch.Tensor:
-    "Latent [1, C, 1, h, w] of one image; as `encode_images`."
+def encode_image(
+    vae:Any, # AutoencoderKLQwenImage
+    image:Image.Image|torch.Tensor, # as for `pixels_of`
+    size:tuple, # (width, height) to resize to (Lanczos), pixels
+    use_2d:bool=True, # with 2-D convolutions?
+) -> torch.Tensor: # [1, C, 1, h, w]
+    "Latent of one image; as `encode_images`."
     return encode_images(vae, [image], size, use_2d)
 
 # %% ../../nbs/models/07_encoders.ipynb #84c78293
@@ -115,12 +134,13 @@ def check_pixels(
 
 @torch.no_grad()
 def decode_latents(
-    vae,
+    vae:Any, # AutoencoderKLQwenImage
     latents:torch.Tensor, # [B, C, 1, h, w], normalised
-    use_2d:bool=True,
+    use_2d:bool=True, # with 2-D convolutions?
 ) -> np.ndarray: # uint8 [B, H, W, 3]
     "Images of latents: decodes `z * std + mean`. Raises `NoImage` for NaN."
-    for part in (vae.decoder, vae.post_quant_conv): part.to(vae.device) # encoding moves only the encoder
+    for part in (vae.decoder, vae.post_quant_conv):
+        part.to(vae.device) # encoding moves only the encoder
     z = latents.to(vae.device, vae.dtype)
     mean, std = _stats(vae, z)
     with vae_2d(vae, use_2d):
@@ -136,24 +156,31 @@ class PrefixNotSharable(ValueError):
 _TEXT = 1024 # tokens of a prompt without images: `tokenizer_max_length` of QwenImagePipeline
 
 def whole_ids(
-    processor, # Qwen2VLProcessor
-    variant, # `Variant`
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
     prompt:str, # "" is encoded as " "
-    counts, # tokens of each image
+    counts:Sequence[int], # tokens of each image
 ) -> list: # token ids, as the processor's
     "Tokens of a whole text, without reading the images."
-    tok, counts = processor.tokenizer, list(counts)
+    tok = processor.tokenizer
+    counts = list(counts)
     pad = tok.convert_tokens_to_ids("<|image_pad|>")
-    limit = {} if counts else dict(truncation=True, max_length=_TEXT + variant.template_for(0).dropped)
+    limit: dict[str, Any] = {}
+    if not counts:
+        limit = dict(truncation=True, max_length=_TEXT + variant.template_for(0).dropped)
     ids = tok(variant.prompt_text(prompt, len(counts)), **limit)["input_ids"]
     if ids.count(pad) != len(counts):
         raise PrefixNotSharable(f"`processor` has {ids.count(pad)} image tokens for {len(counts)} images")
     left = iter(counts)
-    return [i for t in ids for i in [t] * (next(left) if t == pad else 1)]
+    whole = []
+    for token in ids: # an image is one token of the text
+        times = next(left) if token == pad else 1
+        whole += [token] * times
+    return whole
 
 # %% ../../nbs/models/07_encoders.ipynb #b2e10219
 def image_tokens(
-    processor:object, # Qwen2VLProcessor
+    processor:Any, # Qwen2VLProcessor
     size:tuple, # (width, height) of an image at the text encoder's size
 ) -> int:
     "The tokens of an image in a prompt."
@@ -186,27 +213,27 @@ def check_prompt_length(
         raise ValueError(f"`prompt` {prompt[:40]!r}... is too long: {tokens - sum(counts)} tokens beside "
                          f"{sum(counts)} of its images, and the model has {most} positions; shorten it")
 
-
 # %% ../../nbs/models/07_encoders.ipynb #5218da09
 def prefix_positions(
-    text_encoder,
-    variant,
+    text_encoder:Any, # Qwen2_5_VLForConditionalGeneration
+    variant:"Variant",
     ids:torch.Tensor, # [B, L]
     grid:torch.Tensor, # [images, 3] patches, from the processor
 ) -> torch.Tensor: # [3, B, L]
     "Positions of a text with images; `variant.positions` says which."
     if variant.positions == "1d": return torch.arange(ids.shape[1]).expand(3, *ids.shape)
-    index, options = text_encoder.model.get_rope_index, {}
+    index = text_encoder.model.get_rope_index
+    options = {}
     if "mm_token_type_ids" in inspect.signature(index).parameters: # transformers 5.3 and newer
         options["mm_token_type_ids"] = (ids == text_encoder.config.image_token_id).long()
     return index(ids, image_grid_thw=grid, **options)[0]
 
 # %% ../../nbs/models/07_encoders.ipynb #5d1f0a02
-def _embeds_patches(module) -> bool:
+def _embeds_patches(module:torch.nn.Module) -> bool:
     "Is it a convolution whose kernels do not overlap?"
     return isinstance(module, torch.nn.Conv3d) and module.kernel_size == module.stride and module.groups == 1
 
-def _patch_product(conv):
+def _patch_product(conv:Any) -> Callable:
     "A `conv._conv_forward` for patches of the kernel's size; the original does the rest."
     convolve = conv._conv_forward
 
@@ -222,11 +249,11 @@ def _patch_product(conv):
 def patch_product(
     text_encoder:torch.nn.Module, # Qwen2_5_VLForConditionalGeneration
     on:bool=True,
-):
+) -> Iterator[torch.nn.Module]:
     """A context in which the vision tower embeds patches by a matrix product instead of a 3-D convolution.
 
     Results differ by rounding only (about 5e-6 in float32), so cache keys do not depend on it."""
-    convs = [m for m in text_encoder.modules() if _embeds_patches(m)] if on else []
+    convs: list[Any] = [m for m in text_encoder.modules() if _embeds_patches(m)] if on else []
     before = [m.__dict__.get("_conv_forward") for m in convs]
     try:
         for m in convs:
@@ -247,48 +274,66 @@ class PrefixTokens:
     dropped: int   # first tokens, which no embedding contains
 
     @property
-    def count(self) -> int: return len(self.ids)
+    def count(self) -> int:
+        "Tokens in all."
+        return len(self.ids)
+
     @property
-    def kept(self) -> int: return max(self.count - self.dropped, 0)
+    def kept(self) -> int:
+        "Tokens that an embedding contains."
+        return max(self.count - self.dropped, 0)
 
 # %% ../../nbs/models/07_encoders.ipynb #10787301
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(PrefixTokens):
     "Encoded system prompt and images of B samples with the same tokens."
     hidden: torch.Tensor # [B, kept, D] in the encoder's dtype
-    cache: object        # transformers DynamicCache of all tokens; never modified
+    cache: Any           # transformers DynamicCache of all tokens; never modified
     next: int            # position of the next token
 
-    def __len__(self): return len(self.hidden)
+    def __len__(self):
+        return len(self.hidden)
+
     def __repr__(self):
         return f"Prefix of {len(self)}: {self.count} tokens, {sum(self.counts)} of them of images"
 
 # %% ../../nbs/models/07_encoders.ipynb #ae145a90
 class VLImages(list):
     "PIL images at the text encoder's size, with the processor's tensors."
-    tensors = None # (pixel_values [patches, D], image_grid_thw [images, 3])
-    def process(self, processor):
+    tensors: tuple|None = None # (pixel_values [patches, D], image_grid_thw [images, 3])
+
+    def process(self,
+        processor:Any, # Qwen2VLProcessor
+    ) -> tuple|None: # None: there are no images
+        "The processor's tensors, computed once."
         if self.tensors is None and self:
             found = processor.image_processor(images=list(self), return_tensors="pt")
             self.tensors = found["pixel_values"], found["image_grid_thw"]
         return self.tensors
 
 def vl_images(
-    images, # PIL images
+    images:Sequence[Image.Image],
     geometry:Geometry,
 ) -> VLImages:
     "Control images at the text encoder's size (Lanczos, both sides multiples of 32)."
     return VLImages(p.resize(geometry.vl(p.size), resample=Image.Resampling.LANCZOS) for p in images)
 
 # %% ../../nbs/models/07_encoders.ipynb #8819432a
-def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`, pixel_values, image_grid_thw)
-    sizes = sorted({tuple(p.size for p in images) for images in images_list})
-    if sizes == [()]: raise PrefixNotSharable("a prompt without images has no prefix to share")
-    if len(sizes) != 1 or not sizes[0]:
+def _prefix_inputs(
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
+    images_list:Sequence, # B lists of PIL images
+) -> tuple: # (`PrefixTokens`, pixel_values, image_grid_thw)
+    "The text encoder's inputs for B prefixes of the same tokens."
+    sets = [images if isinstance(images, VLImages) else VLImages(images) for images in images_list]
+    sizes = set()
+    for images in sets:
+        sizes.add(tuple(p.size for p in images))
+    if sizes == {()}: raise PrefixNotSharable("a prompt without images has no prefix to share")
+    if len(sizes) != 1 or () in sizes:
         raise ValueError("`images_list` must have images of the same sizes in each sample, "
-                         f"got {sizes}; encode them in separate calls")
-    images_list = [p if isinstance(p, VLImages) else VLImages(p) for p in images_list]
-    pixels, grid = zip(*(p.process(processor) for p in images_list))
+                         f"got {sorted(sizes)}; encode them in separate calls")
+    pixels, grid = zip(*(images.process(processor) for images in sets))
     counts = (grid[0].prod(-1) // processor.image_processor.merge_size ** 2).tolist()
     row = whole_ids(processor, variant, "", counts)
     end = processor.tokenizer.convert_tokens_to_ids("<|vision_end|>")
@@ -297,22 +342,29 @@ def _prefix_inputs(processor, variant, images_list) -> tuple: # (`PrefixTokens`,
                           variant.template_for(len(counts)).dropped)
     return tokens, torch.cat(pixels), torch.cat(grid)
 
-def prefix_tokens(processor, variant, images) -> PrefixTokens:
+def prefix_tokens(
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
+    images:Sequence, # PIL images at the text encoder's size
+) -> PrefixTokens:
     "Tokens before a prompt; of the images only the sizes matter."
     if not images: return PrefixTokens((), (), variant.template_for(0).dropped)
     return _prefix_inputs(processor, variant, [list(images)])[0]
 
 # %% ../../nbs/models/07_encoders.ipynb #a8e9f001
-def cache_name(text_encoder) -> str: # of the keys and values, as transformers calls them: since 5.24 `cache`
+def cache_name(
+    text_encoder:Any, # Qwen2_5_VLForConditionalGeneration
+) -> str:
+    "How transformers calls the keys and values: since 5.24 `cache`."
     known = inspect.signature(type(text_encoder.model).forward).parameters
     return "cache" if "cache" in known else "past_key_values"
 
 @torch.no_grad()
 def encode_prefix(
-    text_encoder, # Qwen2_5_VLForConditionalGeneration
-    processor,
-    variant,
-    images_list, # B lists of PIL images at the text encoder's size; the same sizes in each
+    text_encoder:Any, # Qwen2_5_VLForConditionalGeneration
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
+    images_list:Sequence, # B lists of PIL images at the text encoder's size; the same sizes in each
 ) -> Prefix:
     "Encode the system prompt and the images, once for all prompts on them; patches by `patch_product`."
     tokens, pixels, grid = _prefix_inputs(processor, variant, images_list)
@@ -321,18 +373,20 @@ def encode_prefix(
                                 f"drops {tokens.dropped}")
     ids = torch.tensor([tokens.ids] * len(images_list))
     positions = prefix_positions(text_encoder, variant, ids, grid) # on the CPU: reading one needs no sync
-    ids, pixels, grid, at = (t.to(device_of(text_encoder)) for t in (ids, pixels, grid, positions))
+    device = device_of(text_encoder)
+    ids = ids.to(device)
     with patch_product(text_encoder):
-        out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=at,
-                                 pixel_values=pixels, image_grid_thw=grid, use_cache=True)
+        out = text_encoder.model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions.to(device),
+            pixel_values=pixels.to(device), image_grid_thw=grid.to(device), use_cache=True)
     hidden = out.last_hidden_state[:, tokens.dropped:].to(text_encoder.dtype)
     kept = getattr(out, cache_name(text_encoder))
     return Prefix(**vars(tokens), hidden=hidden, cache=kept, next=int(positions.max()) + 1)
 
 # %% ../../nbs/models/07_encoders.ipynb #dc0b1f62
 def suffix_ids(
-    processor,
-    variant,
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
     prefix:PrefixTokens,
     prompt:str,
 ) -> list: # ids
@@ -343,7 +397,8 @@ def suffix_ids(
                                 "encode it whole")
     return ids[prefix.count:]
 
-def _copy_cache(cache): # whose tensors do not change
+def _copy_cache(cache:Any) -> Any: # whose tensors do not change
+    "A cache that can grow while the original stays as it is."
     new = copy.copy(cache)
     new.layers = [copy.copy(layer) for layer in cache.layers]
     return new
@@ -351,17 +406,18 @@ def _copy_cache(cache): # whose tensors do not change
 # %% ../../nbs/models/07_encoders.ipynb #ac68c287
 @torch.no_grad()
 def encode_suffixes(
-    text_encoder, # the one that encoded the prefix
-    processor,
-    variant,
+    text_encoder:Any, # the one that encoded the prefix
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
     prefix:Prefix, # of B samples; not modified
-    prompts, # B strings
+    prompts:Sequence[str], # B
 ) -> list: # B tensors [S, D] in the encoder's dtype, to append to the rows of `prefix.hidden`
     "Encode prompts after a prefix. Raises `PrefixNotSharable` if no cut is possible there."
     if len(prompts) != len(prefix):
         raise ValueError(f"`prompts` must be one for each of {len(prefix)} samples, got {len(prompts)}")
     rows = [suffix_ids(processor, variant, prefix, p) for p in prompts]
-    n, pad = max(map(len, rows)), processor.tokenizer.pad_token_id or 0
+    n = max(map(len, rows))
+    pad = processor.tokenizer.pad_token_id or 0
     ids = torch.tensor([r + [pad] * (n - len(r)) for r in rows], device=prefix.hidden.device)
     positions = torch.arange(prefix.next, prefix.next + n, device=ids.device).expand(3, *ids.shape)
     mask = ids.new_ones(len(ids), prefix.count + n)
@@ -370,7 +426,14 @@ def encode_suffixes(
     return [h[:len(r)].to(text_encoder.dtype) for h, r in zip(out.last_hidden_state, rows)]
 
 # %% ../../nbs/models/07_encoders.ipynb #61bc8d79
-def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L, D]
+def _encode_whole(
+    text_encoder:Any, # Qwen2_5_VLForConditionalGeneration
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
+    prompt:str,
+    images:Sequence, # PIL images at the text encoder's size
+) -> torch.Tensor: # [1, L, D]
+    "A prompt's embedding in one pass."
     if not images: # as QwenImagePipeline: a text has running positions
         ids = torch.tensor([whole_ids(processor, variant, prompt, ())], device=device_of(text_encoder))
         out = text_encoder.model(input_ids=ids, attention_mask=torch.ones_like(ids))
@@ -386,11 +449,11 @@ def _encode_whole(text_encoder, processor, variant, prompt, images): # -> [1, L,
 # %% ../../nbs/models/07_encoders.ipynb #61bc8d01
 @torch.no_grad()
 def encode_prompt(
-    text_encoder,
-    processor,
-    variant,
+    text_encoder:Any, # Qwen2_5_VLForConditionalGeneration
+    processor:Any, # Qwen2VLProcessor
+    variant:"Variant",
     prompt:str, # "" is encoded as " "
-    images, # PIL images at the text encoder's size, in order
+    images:Sequence, # PIL images at the text encoder's size, in order
     share_prefix:bool=True, # encode prefix and suffix in two passes, if possible?
 ) -> tuple: # (embedding [1, L, D] in the encoder's dtype, mask [1, L] bool, all true)
     "A prompt's embedding: the last hidden states after the template's first tokens."
@@ -399,5 +462,6 @@ def encode_prompt(
         if not share_prefix: raise PrefixNotSharable("`share_prefix` is off")
         prefix = encode_prefix(*args, [list(images)])
         hidden = torch.cat([prefix.hidden, encode_suffixes(*args, prefix, [prompt])[0][None]], 1)
-    except PrefixNotSharable: hidden = _encode_whole(*args, prompt, images)
+    except PrefixNotSharable:
+        hidden = _encode_whole(*args, prompt, images)
     return hidden.to(text_encoder.dtype), torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)

@@ -9,8 +9,9 @@ __all__ = ['SAMPLINGS', 'WEIGHTINGS', 'LOSS_WEIGHTINGS', 'pack_latents', 'unpack
 
 # %% ../../nbs/models/04_flow_matching.ipynb #48f12cfa
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -24,14 +25,16 @@ def pack_latents(
 ) -> torch.Tensor: # [B, (h/2)*(w/2), 4*C]
     "Latents to tokens, by diffusers' `QwenImageEditPipeline._pack_latents`."
     from diffusers import QwenImageEditPipeline
-    if latents.ndim == 5: latents = latents.squeeze(2)
+    if latents.ndim == 5:
+        latents = latents.squeeze(2)
     B, C, h, w = latents.shape
     return QwenImageEditPipeline._pack_latents(latents, B, C, h, w)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b2301
 def unpack_latents(
     tokens:torch.Tensor, # [B, (h/2)*(w/2), 4*C]
-    h:int, w:int, # latent pixels, even
+    h:int, # latent pixels, even
+    w:int, # the same
 ) -> torch.Tensor: # [B, C, 1, h, w]
     "The inverse of `pack_latents`."
     from diffusers import QwenImageEditPipeline
@@ -43,18 +46,28 @@ def unpack_latents(
 
 # %% ../../nbs/models/04_flow_matching.ipynb #511b2302
 def img_shapes(
-    target:tuple, controls=(), # (h, w) of the target and of each control, latent pixels
+    target:tuple, # (h, w) of the target, latent pixels
+    controls:Iterable[tuple]=(), # the same of each control
     batch_size:int=1,
 ) -> list: # batch_size x [(1, rows, columns), ...]
     "Token shapes, as the pipelines give them to the transformer."
-    return [[(1, h//2, w//2) for h, w in (target, *controls)]] * batch_size
+    shapes = [(1, h//2, w//2) for h, w in (target, *controls)]
+    return [shapes for _ in range(batch_size)]
 
 # %% ../../nbs/models/04_flow_matching.ipynb #9cea1b25
-def _draw(seed, purpose, fn): return fn(torch.Generator().manual_seed((seed ^ purpose) % 2**63))
+_FOR_NOISE = 0x6E6F697365 # each purpose has numbers of its own
+_FOR_SIGMAS = 0x7369676D61
 
-def sample_noise(seeds, shape) -> torch.Tensor: # [B, *shape] float32, on the CPU
+def _generator(seed:int, purpose:int) -> torch.Generator:
+    "The random numbers of a sample for one purpose."
+    return torch.Generator().manual_seed((seed ^ purpose) % 2**63)
+
+def sample_noise(
+    seeds:Iterable[int], # one per sample
+    shape:Sequence[int], # of one sample
+) -> torch.Tensor: # [B, *shape] float32, on the CPU
     "Gaussian noise of each sample from its own seed."
-    return torch.stack([_draw(s, 0x6E6F697365, lambda g: torch.randn(*shape, generator=g)) for s in seeds])
+    return torch.stack([torch.randn(*shape, generator=_generator(s, _FOR_NOISE)) for s in seeds])
 
 # %% ../../nbs/models/04_flow_matching.ipynb #33065286
 def calculate_mu(
@@ -81,35 +94,40 @@ def shift_sigmas(sigmas:torch.Tensor, mu:float) -> torch.Tensor: # sigmas in (0,
 SAMPLINGS = ("uniform", "logit_normal", "shift", "fixed_shift")
 
 def sample_sigmas(
-    seeds, # one int per sample
+    seeds:Iterable[int], # one per sample
     how:str="uniform", # one of `SAMPLINGS`
     mu:float=0.0, # for `shift`, from `calculate_mu`
-    steps:int=1000, # timesteps of the scheduler; None: continuous levels
+    steps:int|None=1000, # timesteps of the scheduler; None: continuous levels
     shift:float=3.0, # for `fixed_shift`
-    mean:float=0.0, std:float=1.0, # for `logit_normal`; a mean above 0 means more noise
-    strata=None, # (part, number of equally likely parts) of each sample; None: all levels
+    mean:float=0.0, # for `logit_normal`; above 0 means more noise
+    std:float=1.0, # for `logit_normal`
+    strata:Sequence[tuple]|None=None, # (part, number of equally likely parts) of each sample; None: all levels
 ) -> torch.Tensor: # [B] float32 in (0, 1], multiples of 1/steps
     "The noise level of each sample from its own seed."
     if how not in SAMPLINGS:
         raise ValueError(f"`timestep_sampling` must be one of {', '.join(SAMPLINGS)}, got {how!r}")
     normal = how == "logit_normal"
     draw = torch.randn if normal and not strata else torch.rand
-    s = torch.stack([_draw(seed, 0x7369676D61, lambda g: draw((), generator=g)) for seed in seeds])
+    s = torch.stack([draw((), generator=_generator(seed, _FOR_SIGMAS)) for seed in seeds])
     if strata:
         s = torch.stack([(part + u) / parts for u, (part, parts) in zip(s, strata, strict=True)])
-        if normal: s = torch.special.ndtri(s.clamp(1e-6, 1 - 1e-6))
+        if normal:
+            s = torch.special.ndtri(s.clamp(1e-6, 1 - 1e-6))
     s = torch.sigmoid(mean + std * s) if normal else s.clamp_min(1e-6)
-    if how.endswith("shift"): s = shift_sigmas(s, mu if how == "shift" else math.log(shift))
+    if how.endswith("shift"):
+        s = shift_sigmas(s, mu if how == "shift" else math.log(shift))
     if steps is None: return s.float()
     return (s.double() * steps).ceil().clamp(1, steps).div(steps).float()
 
 # %% ../../nbs/models/04_flow_matching.ipynb #852515eb
 def add_noise(
-    x0:torch.Tensor, eps:torch.Tensor, # [B, ...] clean latents, noise
+    x0:torch.Tensor, # [B, ...] clean latents
+    eps:torch.Tensor, # [B, ...] noise
     sigmas:torch.Tensor, # [B]
 ) -> torch.Tensor: # float32
     "`x_t = (1 - sigma) x0 + sigma eps`."
-    s = sigmas.float().view(-1, *[1] * (x0.ndim - 1))
+    ones = [1] * (x0.ndim - 1) # to multiply each sample's latent
+    s = sigmas.float().view(-1, *ones)
     return (1 - s) * x0.float() + s * eps.float()
 
 def flow_target(x0:torch.Tensor, eps:torch.Tensor) -> torch.Tensor: # float32
@@ -135,7 +153,7 @@ def mask_weights(
     mask:torch.Tensor, # [B, 1, h, w] in 0..1, at the latent's size or larger
     like:torch.Tensor, # [B, C, 1, h, w] latents
     background:float=0.1, # weight where the mask is 0
-    pack=pack_latents, # latents to tokens
+    pack:Callable[[torch.Tensor], torch.Tensor]=pack_latents, # latents to tokens
 ) -> torch.Tensor: # [B, tokens, 4*C] float32, for `flow_loss`
     "The loss weights of a mask."
     if mask.shape[-2:] != like.shape[-2:]:
@@ -144,13 +162,18 @@ def mask_weights(
     return pack(w.expand(-1, like.shape[1], -1, -1)[:, :, None])
 
 # %% ../../nbs/models/04_flow_matching.ipynb #1aa6c950
-def _smoothed(d, sigma): # [h, w] float32 on the CPU; standard deviation in latent pixels
+def _smoothed(
+    d:torch.Tensor, # [h, w] float32 on the CPU
+    sigma:float, # standard deviation in latent pixels
+) -> torch.Tensor:
+    "A map after a Gaussian filter."
     from scipy.ndimage import gaussian_filter
     return torch.from_numpy(gaussian_filter(d.numpy(), sigma, mode="nearest", truncate=3))
 
 # %% ../../nbs/models/04_flow_matching.ipynb #18880bef
 def edit_mask(
-    target:torch.Tensor, control:torch.Tensor, # [C, 1, h, w] normalized latents of equal size
+    target:torch.Tensor, # [C, 1, h, w] normalized latent
+    control:torch.Tensor, # the same, of equal size
 ) -> torch.Tensor: # [h, w] uint8, 255: full weight
     """Loss weights of a pair: `min(1, d / s)`, where `d` is the root mean square over the channels of
     `target - control`, smoothed by a Gaussian of one latent pixel, and `s = sum(d^2) / sum(d)`.
@@ -159,8 +182,9 @@ def edit_mask(
         raise ValueError(f"`control` must be a latent of the target's size {tuple(target.shape)}, got "
                          f"{tuple(control.shape)}; encode the control image at the target's size")
     d = (target.float() - control.float()).pow(2).mean((0, 1)).sqrt()
-    d = _smoothed(d, EDIT_MASK_RULE["smooth"])
-    if not d.max() >= EDIT_MASK_RULE["least"]: return torch.full(d.shape, 255, dtype=torch.uint8)
+    rule: Mapping[str, Any] = EDIT_MASK_RULE
+    d = _smoothed(d, rule["smooth"])
+    if not d.max() >= rule["least"]: return torch.full(d.shape, 255, dtype=torch.uint8)
     return (255 * (d * d.sum() / d.pow(2).sum()).clamp(max=1)).round().to(torch.uint8)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #7a956b42
@@ -180,7 +204,7 @@ def level_weights(
     return compute_loss_weighting_for_sd3(how, sigmas.clamp_min(0.1)) / 19 # the mean of min(100, sigma**-2)
 
 # %% ../../nbs/models/04_flow_matching.ipynb #7a956b52
-LOSS_WEIGHTINGS = {} # {name: function}, from outside of the library
+LOSS_WEIGHTINGS: dict[str, Callable] = {} # by name, from outside of the library
 
 def add_loss_weighting(
     name:str, # value of `train.loss_weighting`
@@ -200,17 +224,18 @@ def loss_weighting(
 
 # %% ../../nbs/models/04_flow_matching.ipynb #80cb96be
 def transformer_inputs(
-    transformer, # QwenImageTransformer2DModel, or its DDP wrapper
+    transformer:Any, # QwenImageTransformer2DModel, or its DDP wrapper
     x_t:torch.Tensor, # [B, target tokens, 64]
-    controls, # list of [B, control tokens, 64], clean
+    controls:Sequence[torch.Tensor], # of [B, control tokens, 64], clean
     timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, for a modulation table
     embeds:torch.Tensor, # [B, L, D] prompt embeddings
-    mask, # [B, L] bool, or None if nothing is padded
-    shapes, # of `img_shapes`
+    mask:torch.Tensor|None, # [B, L] bool; None: nothing is padded
+    shapes:list, # of `img_shapes`
 ) -> dict: # keyword arguments of the transformer's forward
     "Target and control tokens in one sequence, the timestep divided by 1000."
     times = timesteps.to(x_t.dtype) / 1000
-    if lookup := getattr(getattr(transformer, "module", transformer), "lookup", None): # of a modulation table
+    lookup = getattr(getattr(transformer, "module", transformer), "lookup", None)
+    if lookup: # of a modulation table
         lookup.expect(times)
     return dict(hidden_states=torch.cat([x_t, *controls], dim=1) if controls else x_t,
                 timestep=times.to(x_t.device, non_blocking=True), guidance=None,
@@ -220,7 +245,9 @@ def transformer_inputs(
 # %% ../../nbs/models/04_flow_matching.ipynb #814864c3
 def true_cfg(
     cond:torch.Tensor, # [B, tokens, 64] for the prompt
-    uncond:torch.Tensor, scale:float) -> torch.Tensor:
+    uncond:torch.Tensor, # the same for the negative prompt
+    scale:float, # `true_cfg_scale`
+) -> torch.Tensor:
     "The guided prediction, with the conditional one's norm in each token."
     comb = uncond + scale * (cond - uncond)
     return comb * (torch.norm(cond, dim=-1, keepdim=True) / torch.norm(comb, dim=-1, keepdim=True))

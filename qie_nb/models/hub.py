@@ -9,11 +9,10 @@ __all__ = ['INDEX', 'HUB', 'ATTACH', 'CONFIG_FILES', 'find_model_folder', 'compo
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c003
 import hashlib, importlib, json, os, re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from fastcore.basics import patch
 from torch import nn
 
 from ..core.environment import detect_environment, hub_error, own_home
@@ -26,7 +25,9 @@ from .single_file import own_weights
 # %% ../../nbs/models/00_hub.ipynb #01f32332
 INDEX = "model_index.json"
 
-def find_model_folder(folder) -> Path: # with model_index.json; `folder` if there is none
+def find_model_folder(
+    folder:str|Path,
+) -> Path: # with model_index.json; `folder` if there is none
     "The only model in a folder or up to four levels below it."
     folder = Path(folder)
     if (folder/INDEX).is_file(): return folder
@@ -40,7 +41,11 @@ def find_model_folder(folder) -> Path: # with model_index.json; `folder` if ther
 _BASES = dict(tokenizer="PreTrainedTokenizerBase", processor="ProcessorMixin",
               scheduler="SchedulerMixin") # of all others: `Module`
 
-def component_class(folder, name:str) -> tuple: # (library's name, class)
+def component_class(
+    folder:str|Path, # of a model
+    name:str, # of the component
+) -> tuple: # (library's name, class)
+    "The class that `model_index.json` names for a component. Raises ValueError for another kind."
     entry = json.loads((Path(folder)/INDEX).read_text()).get(name)
     if not entry or entry == [None, None]:
         raise ValueError(f"model folder {str(folder)!r} has no {name}; "
@@ -50,7 +55,8 @@ def component_class(folder, name:str) -> tuple: # (library's name, class)
         raise ValueError(f"model folder {str(folder)!r} needs {library!r} for {name}; only diffusers and "
                          "transformers are imported")
     module = importlib.import_module(library)
-    found, base = getattr(module, str(cls), None), getattr(module, _BASES.get(name, ""), nn.Module)
+    found = getattr(module, str(cls), None)
+    base = getattr(module, _BASES.get(name, ""), nn.Module)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"model folder {str(folder)!r} needs {cls!r:.80} of {library} for {name}, "
                          f"which is no {base.__name__}; copy the model again, as it was published")
@@ -69,41 +75,55 @@ def access_terms(
     return ", ".join([token, *(name.replace("apache", "Apache") for name in licences)])
 
 class HubClient:
+    "The hub as we use it: its cache folder, a model's files, and one file at a time."
     def __init__(self):
-        self.terms_of = {} # {name: `access_terms`}
+        self.terms_of: dict[str, str] = {} # {name: `access_terms`}
 
     def terms(self, name:str) -> str: # "" if the hub was not asked
+        "The model's `access_terms`."
         return self.terms_of.get(name, "")
 
     @property
     def folder(self) -> Path:
+        "Where downloaded files are kept."
         from huggingface_hub import constants
         return Path(constants.HF_HUB_CACHE)
 
-    def files(self, name, revision=None) -> tuple: # (commit, {path: bytes})
+    def files(self,
+        name:str, # owner/model
+        revision:str|None=None, # branch, tag or commit; default: main
+    ) -> tuple: # (commit, {path: bytes})
+        "A model's commit and its files; without a network those downloaded before."
         from huggingface_hub import HfApi, snapshot_download
-        try: info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        try:
+            info = HfApi().model_info(name, revision=revision, files_metadata=True)
         except Exception as error:
             self.terms_of.pop(name, None)
-            try: local = Path(snapshot_download(name, revision=revision, local_files_only=True))
-            except Exception: raise error from None
+            try:
+                local = Path(snapshot_download(name, revision=revision, local_files_only=True))
+            except Exception:
+                raise error from None
             return local.name, {p.relative_to(local).as_posix(): p.stat().st_size
                                 for p in local.rglob("*") if p.is_file()}
         gated = getattr(info, "gated", None)
         tags = getattr(info, "tags", None) or ()
         self.terms_of[name] = access_terms(gated, tags)
-        return info.sha, {s.rfilename: s.size or 0 for s in info.siblings}
+        return info.sha, {s.rfilename: s.size or 0 for s in info.siblings or ()}
 
-    def has(self, name, path, commit) -> bool: # downloaded already?
+    def has(self, name:str, path:str, commit:str) -> bool:
+        "Is a file downloaded already?"
         from huggingface_hub import try_to_load_from_cache
         return isinstance(try_to_load_from_cache(name, path, revision=commit), str)
 
-    def get(self, name, path, commit) -> Path:
+    def get(self, name:str, path:str, commit:str) -> Path:
+        "A file's local path, downloaded first if needed."
         from huggingface_hub import hf_hub_download
         return Path(hf_hub_download(name, path, revision=commit))
 
-    def release(self, path): # and the blob it links to
-        for p in {Path(path), Path(os.path.realpath(path))}: p.unlink(missing_ok=True)
+    def release(self, path:str|Path):
+        "Delete a local file and the blob that it links to."
+        for p in {Path(path), Path(os.path.realpath(path))}:
+            p.unlink(missing_ok=True)
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c006
 HUB = HubClient()
@@ -130,16 +150,25 @@ CONFIG_FILES = (".json", ".txt", ".jinja", ".model")
 # %% ../../nbs/models/00_hub.ipynb #62438001
 class HubModel:
     "The files of a model on the hub."
-    def __init__(self, name:str, revision:str|None=None, hub=None):
-        self.name, self.hub = name, hub or HUB
+    def __init__(self,
+        name:str, # owner/model
+        revision:str|None=None, # branch, tag or commit
+        hub:HubClient|None=None, # default: `HUB`
+    ):
+        self.name = name
+        self.hub = hub or HUB
         self.commit, self.files = self.hub.files(name, revision)
         self.announced = False # was the download's size printed?
-        self.unneeded = () # components whose weights are not downloaded
+        self.unneeded: tuple[str, ...] = () # components whose weights are not downloaded
         self.store = own_home(os.environ)/"models"/f"{name.replace('/', '--')}@{self.commit[:12]}"
         self.record = self.store/"fetched.json"
 
-    def has(self, path) -> bool: return self.hub.has(self.name, path, self.commit)
-    def downloaded(self) -> list: # paths
+    def has(self, path:str) -> bool:
+        "Is a file of the model downloaded already?"
+        return self.hub.has(self.name, path, self.commit)
+
+    def downloaded(self) -> list: # of paths in the model
+        "The files that we downloaded, so that we may delete them."
         return json.loads(self.record.read_text()) if self.record.is_file() else []
 
     def announce(self):
@@ -149,51 +178,104 @@ class HubModel:
         todo = sum(self.files[p] for p in weights if not self.has(p))
         if self.announced or not todo: return
         self.announced = True
-        terms = getattr(self.hub, "terms", lambda name: "")(self.name)
+        terms_of = getattr(self.hub, "terms", None)
+        terms = terms_of(self.name) if terms_of else ""
         free = format_bytes(free_for_downloads(self.hub.folder))
         more = f"; {terms}" if terms else ""
         print(f"downloading {self.name}, {format_bytes(todo)} in all, "
               f"to {self.hub.folder}, {free} free{more}", flush=True)
 
-    def fetch(self, path) -> Path:
-        if not self.has(path) and path not in (ours := self.downloaded()):
-            write_atomic(self.record, json.dumps([*ours, path]).encode())
-        try: return self.hub.get(self.name, path, self.commit)
+    def fetch(self, path:str) -> Path:
+        "A file's local path, downloaded and recorded first if needed. Raises OSError."
+        downloaded = self.downloaded()
+        if not self.has(path) and path not in downloaded:
+            write_atomic(self.record, json.dumps([*downloaded, path]).encode())
+        try:
+            return self.hub.get(self.name, path, self.commit)
         except Exception as e:
             raise OSError(f"{self.name}: {path} cannot be downloaded ({type(e).__name__}: {e}); run it "
                           f"again, finished files are kept, or {copy_advice()}") from e
 
-    def release(self, path):
+    def release(self, path:str):
         "Delete only what we downloaded."
-        if path not in (ours := self.downloaded()): return
-        if self.has(path): self.hub.release(self.hub.get(self.name, path, self.commit))
-        write_atomic(self.record, json.dumps([p for p in ours if p != path]).encode())
+        downloaded = self.downloaded()
+        if path not in downloaded: return
+        if self.has(path):
+            self.hub.release(self.hub.get(self.name, path, self.commit))
+        write_atomic(self.record, json.dumps([p for p in downloaded if p != path]).encode())
 
-# %% ../../nbs/models/00_hub.ipynb #5fec18a8
-@patch
-def weights(self:HubModel, component:str) -> dict: # {path: bytes}
-    own = {n: f"{component}/{n}" for c, _, n in (p.partition("/") for p in self.files) if c == component}
-    paths = [own[n] for n in weight_names(own, lambda n: self.fetch(own[n]))]
-    return {p: self.files[p] for p in paths}
+    def weights(self, component:str) -> dict: # {path: bytes}
+        "A component's files of weights, without variants such as fp16; an index is downloaded."
+        own = {}
+        for path in self.files:
+            folder, _, name = path.partition("/")
+            if folder == component:
+                own[name] = path
 
-@patch
-def missing(self:HubModel, component) -> dict: # {path: bytes}, not downloaded yet
-    return {p: n for p, n in self.weights(component).items() if not self.has(p)}
+        def fetch(name:str) -> Path:
+            return self.fetch(own[name])
+        paths = [own[name] for name in weight_names(own, fetch)]
+        return {path: self.files[path] for path in paths}
 
-# %% ../../nbs/models/00_hub.ipynb #5fec1801
-@patch
-def fetch_configs(self:HubModel, components=()) -> Path: # the local model folder
-    "Download what tells the variant, and the configuration and tokenizer files of some components."
-    if INDEX not in self.files:
-        raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
-    for p in self.files:
-        folder, _, name = p.partition("/")
-        if p in (INDEX, "qie_nb.json", "transformer/config.json") or (
-                folder in components and "/" not in name and name.endswith(CONFIG_FILES)): self.fetch(p)
-    return self.fetch(INDEX).parent
+    def missing(self, component:str) -> dict: # {path: bytes}
+        "A component's files of weights that are not downloaded yet."
+        return {p: n for p, n in self.weights(component).items() if not self.has(p)}
+
+    def fetch_configs(self, components:Sequence[str]=()) -> Path: # the local model folder
+        "Download what tells the variant, and the configuration and tokenizer files of some components."
+        if INDEX not in self.files:
+            raise ValueError(f"{self.name!r} has no {INDEX}; choose a model in diffusers' layout")
+        always = (INDEX, "qie_nb.json", "transformer/config.json")
+        for path in self.files:
+            folder, _, name = path.partition("/")
+            small = "/" not in name and name.endswith(CONFIG_FILES)
+            if path in always or folder in components and small:
+                self.fetch(path)
+        return self.fetch(INDEX).parent
+
+    def check_disk_space(self, component:str, kept:int|None=None):
+        """Print the size of a download. Raises OSError if the disk is too small.
+        `kept`: bytes of the quantized copy if files are deleted after use, else None."""
+        todo = self.missing(component)
+        if not todo: return
+        total = sum(todo.values())
+        path = max(todo, key=todo.__getitem__)
+        largest = todo[path]
+        if kept is None:
+            need = total
+            disk = self.hub.folder
+            use = "all files stay"
+            remedy = ("set `model.quantize` (`model.text_encoder_quantize`) and leave "
+                      "`model.delete_downloaded_shards` at auto")
+        else:
+            need = kept + largest
+            disk = min(self.hub.folder, self.store, key=free_for_downloads)
+            use = f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
+            remedy = "free some space, or use fewer bits"
+        free = free_for_downloads(disk)
+        what = (f"{self.name}: {component} is {format_bytes(total)} in {len(todo)} files, "
+                f"the largest is {Path(path).name} with {format_bytes(largest)}")
+        if need > free:
+            raise OSError(f"{what}; it needs {format_bytes(need)} of free space, but {str(disk)!r} has "
+                          f"{format_bytes(free)} free; {remedy}, or {copy_advice()}")
+        self.announce()
+        print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
+
+    def fetch_all(self, components:Sequence[str]) -> Path: # the local model folder
+        "Download components whole. Raises OSError if the disk is too small."
+        folder = self.fetch_configs(components)
+        for c in components:
+            self.check_disk_space(c)
+            for p in self.weights(c):
+                self.fetch(p)
+        return folder
 
 # %% ../../nbs/models/00_hub.ipynb #4f75e9ac
-def format_bytes(n) -> str: return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+def format_bytes(
+    n:float,
+) -> str:
+    "A number of bytes in MB, from 1e9 in GB."
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 # %% ../../nbs/models/00_hub.ipynb #4f75e9ad
 def free_for_downloads(
@@ -202,50 +284,22 @@ def free_for_downloads(
     "Bytes that can be written to a folder, within the limits of the platform (Kaggle's quotas)."
     return detect_environment().free_space(folder, free_bytes)
 
-
-# %% ../../nbs/models/00_hub.ipynb #4f75e901
-@patch
-def check_disk_space(self:HubModel, component:str, kept:int|None=None):
-    """Print the size of a download. Raises OSError if the disk is too small.
-    `kept`: bytes of the quantized copy if files are deleted after use, else None."""
-    if not (todo := self.missing(component)): return
-    total, (path, largest) = sum(todo.values()), max(todo.items(), key=lambda x: x[1])
-    if kept is None:
-        need, disk, use = total, self.hub.folder, "all files stay"
-        remedy = ("set `model.quantize` (`model.text_encoder_quantize`) and leave "
-                  "`model.delete_downloaded_shards` at auto")
-    else:
-        need, disk = kept + largest, min(self.hub.folder, self.store, key=free_for_downloads)
-        use = f"each is deleted after it is quantized; at most {format_bytes(need)} at a time"
-        remedy = "free some space, or use fewer bits"
-    free = free_for_downloads(disk)
-    what = (f"{self.name}: {component} is {format_bytes(total)} in {len(todo)} files, "
-            f"the largest is {Path(path).name} with {format_bytes(largest)}")
-    if need > free:
-        raise OSError(f"{what}; it needs {format_bytes(need)} of free space, but {str(disk)!r} has "
-                      f"{format_bytes(free)} free; {remedy}, or {copy_advice()}")
-    self.announce()
-    print(f"{what}; {use}; {format_bytes(free)} free", flush=True)
-
 # %% ../../nbs/models/00_hub.ipynb #4f75e902
-@patch
-def fetch_all(self:HubModel, components) -> Path: # the local model folder
-    folder = self.fetch_configs(components)
-    for c in components:
-        self.check_disk_space(c)
-        for p in self.weights(c): self.fetch(p)
-    return folder
 _hub_model = lru_cache(HubModel)
 
 # %% ../../nbs/models/00_hub.ipynb #4f75e903
-def hub_model(name:str, revision:str|None=None) -> HubModel: # or None for a local folder
+def hub_model(
+    name:str, # as `model.pretrained_model_name_or_path`
+    revision:str|None=None, # branch, tag or commit
+) -> HubModel|None: # None: a local folder
     "The model that a setting names. Raises FileNotFoundError if there is none."
     setting = f"`model.pretrained_model_name_or_path` {name!r}"
     if name == "tiny" or Path(name).expanduser().is_dir(): return None
     if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") != 1:
         raise FileNotFoundError(f"{setting} is not a folder; give a diffusers folder, a hub id like "
                                 f"{MODEL}, or tiny")
-    try: return _hub_model(name, revision, HUB)
+    try:
+        return _hub_model(name, revision, HUB)
     except Exception as e:
         raise FileNotFoundError(f"{setting} is not a local folder and cannot be downloaded "
                                 f"({type(e).__name__}): {hub_error(e, name)}; "
@@ -253,32 +307,52 @@ def hub_model(name:str, revision:str|None=None) -> HubModel: # or None for a loc
 
 # %% ../../nbs/models/00_hub.ipynb #7d30c00f
 class LocalShards:
-    def __init__(self, folder):
+    "The files of a component in a local folder, which stay where they are."
+    def __init__(self,
+        folder:str|Path, # of the component
+    ):
         files = weight_files(folder)
-        self.folder, self.names = Path(folder), [p.name for p in files]
+        self.folder = Path(folder)
+        self.names = [p.name for p in files]
         self.files = {p.name: p for p in files}
         self.fingerprint = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in files]
 
-    def get(self, name:str) -> Path: return self.files[name]
-    def release(self, name:str): pass
+    def get(self, name:str) -> Path:
+        "A file's path."
+        return self.files[name]
+
+    def release(self, name:str):
+        "Do nothing: the file is the user's."
 
 class ShardDownloader:
-    def __init__(self, model:HubModel, component:str):
-        self.model, self.component, self.folder = model, component, model.fetch_configs([component])/component
+    "The files of a component on the hub, downloaded one by one and deleted after use."
+    def __init__(self,
+        model:HubModel,
+        component:str,
+    ):
+        self.model = model
+        self.component = component
+        self.folder = model.fetch_configs([component])/component
         self.names = [p.split("/")[1] for p in model.weights(component)]
         self.fingerprint = [model.name, model.commit]
 
-    def get(self, name:str) -> Path: return self.model.fetch(f"{self.component}/{name}")
-    def release(self, name:str): self.model.release(f"{self.component}/{name}")
+    def get(self, name:str) -> Path:
+        "A file's local path, downloaded first if needed."
+        return self.model.fetch(f"{self.component}/{name}")
+
+    def release(self, name:str):
+        "Delete a file if we downloaded it."
+        self.model.release(f"{self.component}/{name}")
 
 # %% ../../nbs/models/00_hub.ipynb #466898ce
-def sampled_digest(path) -> str: # 16 hex digits
+def sampled_digest(path:str|Path) -> str: # 16 hex digits
     "Digest of a safetensors file's head and 64 blocks; of all of it below 16 MB."
     size = Path(path).stat().st_size
     h = hashlib.sha256(str(size).encode())
     with open(path, "rb") as f:
         h.update(f.read(8 + min(int.from_bytes(f.read(8), "little"), 1 << 24)))
-        if size < 1 << 24: h.update(f.read())
+        if size < 1 << 24:
+            h.update(f.read())
         else:
             for n in range(64):
                 f.seek((size - 4096) * n // 63)
@@ -288,13 +362,21 @@ def sampled_digest(path) -> str: # 16 hex digits
 # %% ../../nbs/models/00_hub.ipynb #46689801
 _VOLATILE = ("_diffusers_version", "_name_or_path", "_class_name")
 
-def transformer_digest(folder) -> str: # 16 hex digits
+def transformer_digest(folder:str|Path) -> str: # 16 hex digits
     "Digest of a transformer's folder; a prequantized copy has its checkpoint's."
-    folder, origin, file = Path(folder), source_checkpoint(folder), Path(folder)/"config.json"
+    folder = Path(folder)
+    origin = source_checkpoint(folder)
+    file = folder/"config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     settings = {k: v for k, v in config.items() if k not in _VOLATILE}
-    parts = [f["sampled"] for f in origin["files"].values()] if origin else [
-        cached_file_property(p, "sampled digest", sampled_digest) for p in own_weights(folder)]
+    if origin:
+        parts = [f["sampled"] for f in origin["files"].values()]
+    else:
+        parts = [cached_file_property(p, "sampled digest", sampled_digest) for p in own_weights(folder)]
     return hashlib.sha256(json.dumps([settings, sorted(parts)], sort_keys=True).encode()).hexdigest()[:16]
 
-def base_digest(folder) -> str: return transformer_digest(Path(folder)/"transformer") # of a model folder
+def base_digest(
+    folder:str|Path, # of a model
+) -> str: # 16 hex digits
+    "The `transformer_digest` of a model's transformer."
+    return transformer_digest(Path(folder)/"transformer")

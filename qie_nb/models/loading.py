@@ -6,12 +6,14 @@
 __all__ = ['ORIGIN', 'UNUSED', 'STREAMS', 'check_serializable', 'serialize_linear', 'part_names', 'deserialize_linear',
            'source_checkpoint', 'saved_quantization', 'check_saved_quantization', 'empty_model', 'check_names',
            'weight_names', 'weight_files', 'stored_dtype', 'remap_key', 'check_missing', 'trim_malloc', 'set_tensor',
-           'place_tensor', 'loading_bar', 'load_quantized', 'component_bytes', 'free_device_bytes', 'work_bytes',
-           'device_of']
+           'place_tensor', 'loading_bar', 'Placement', 'load_quantized', 'component_bytes', 'free_device_bytes',
+           'work_bytes', 'device_of']
 
 # %% ../../nbs/models/02_loading.ipynb #b03e9a11
 import ctypes, json, math, re, sys
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,15 +21,15 @@ from torch import nn
 from ..core.display import Progress
 from .single_file import open_weights, pointed_file
 from .quantizations.known import NOT_QUANTIZED, QUANTIZATIONS, advised, dtype_name
-from .quantizations.known import quantizable_layers, quantize_linear
+from .quantizations.known import linear_of, quantizable_layers, quantize_linear
 
 # %% ../../nbs/models/02_loading.ipynb #7b10c006
 def check_serializable(
-    quantization:str, # a key of `QUANTIZATIONS`, or None
+    quantization:str|None, # a key of `QUANTIZATIONS`
     key:str="model.quantize", # setting, for the message
-) -> str: # the same
+) -> str|None: # the same
     "Raises ValueError if quantized layers cannot be saved."
-    why = quantization and QUANTIZATIONS[quantization].unsaved()
+    why = QUANTIZATIONS[quantization].unsaved() if quantization else ""
     if why: raise ValueError(f"`{key}` {quantization} {why}")
     return quantization
 
@@ -62,7 +64,9 @@ def deserialize_linear(
 ORIGIN = "origin.json"
 
 # %% ../../nbs/models/02_loading.ipynb #a33e1c01
-def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}
+def source_checkpoint(
+    folder:str|Path, # of a component
+) -> dict: # kind, dtype, table, files {name: {bytes, sampled, sha256}}
     "The record of the checkpoint that a component was quantized from, or {}."
     file = Path(folder)/ORIGIN
     if not file.is_file(): return {}
@@ -76,12 +80,23 @@ def source_checkpoint(folder) -> dict: # kind, dtype, table, files {name: {bytes
                          "qie_nb") from None
 
 # %% ../../nbs/models/02_loading.ipynb #a33e1c02
-def saved_quantization(folder) -> str: return source_checkpoint(folder).get("kind") # of its files, or None
+def saved_quantization(
+    folder:str|Path, # of a component
+) -> str|None: # a key of `QUANTIZATIONS`; None: its files are plain
+    "How the weights in a folder are quantized."
+    return source_checkpoint(folder).get("kind")
 
-def check_saved_quantization(folder, quantization:str, dtype, key:str="model.quantize"):
+def check_saved_quantization(
+    folder:str|Path, # of a component
+    quantization:str|None, # a key of `QUANTIZATIONS`
+    dtype:torch.dtype, # to compute in
+    key:str="model.quantize", # setting, for the message
+):
     "Raises ValueError if a prequantized component is requested in another form."
-    if not (origin := source_checkpoint(folder)): return
-    saved, told = origin["kind"], f"{str(folder)!r} is prequantized as {origin['kind']}"
+    origin = source_checkpoint(folder)
+    if not origin: return
+    saved = origin["kind"]
+    told = f"{str(folder)!r} is prequantized as {saved}"
     if saved != quantization:
         raise ValueError(f"{told}, but `{key}` is {quantization or 'none'}; set it to {saved} or none")
     if origin["dtype"] != dtype_name(dtype) and not QUANTIZATIONS[saved].any_dtype:
@@ -91,85 +106,149 @@ def check_saved_quantization(folder, quantization:str, dtype, key:str="model.qua
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e90
 UNUSED = "lm_head" # of the text encoder
 
-def empty_model(cls, folder, dtype=torch.float32) -> nn.Module: # parameters on the meta device
+def empty_model(
+    cls:Any, # a diffusers or transformers model class
+    folder:str|Path, # with its config.json
+    dtype:torch.dtype=torch.float32,
+) -> nn.Module:
+    "A model by its configuration alone: its parameters are on the meta device and need no memory."
     from accelerate import init_empty_weights
-    before, diffusers = torch.get_default_dtype(), hasattr(cls, "load_config")
-    config = cls.load_config(folder) if diffusers else cls.config_class.from_pretrained(folder)
-    if not diffusers: config._attn_implementation = None # the file may name code on the hub
+    before = torch.get_default_dtype()
+    diffusers = hasattr(cls, "load_config")
+    if diffusers:
+        config = cls.load_config(folder)
+        make = cls.from_config
+    else:
+        config = cls.config_class.from_pretrained(folder)
+        config._attn_implementation = None # the file may name code on the hub
+        make = cls
     torch.set_default_dtype(dtype)
     try:
-        make = cls.from_config if diffusers else cls
-        with init_empty_weights(include_buffers=False): model = make(config)
-    finally: torch.set_default_dtype(before)
-    if hasattr(model, UNUSED): setattr(model, UNUSED, nn.Identity())
+        with init_empty_weights(include_buffers=False):
+            model = make(config)
+    finally:
+        torch.set_default_dtype(before)
+    if hasattr(model, UNUSED):
+        setattr(model, UNUSED, nn.Identity())
     return model
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e01
-def check_names(names, file): # the same
+def check_names(
+    names:Collection, # that a file contains
+    file:Path, # for the message
+) -> Collection: # the same names
     "Raises ValueError unless a file names only files beside it."
-    if odd := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
+    odd = [n for n in names if not isinstance(n, str) or Path(n).name != n]
+    if odd:
         raise ValueError(f"{str(file)!r} names {odd[0]!r:.200}, which is no file beside it; "
                          "copy the model again")
     return names
 
-def weight_names(names, path) -> list: # path: function of a name
+def _shortest(names:Iterable[str], end:str) -> str|None:
+    "The shortest of the names with an ending, the first of equal ones; None: there is none."
+    return min((n for n in names if n.endswith(end)), key=lambda n: (len(n), n), default=None)
+
+def weight_names(
+    names:Iterable[str], # of a component's files
+    path:Callable[[str], Path], # where a file is
+) -> list: # of names
     "The weight files among a component's, without variants such as fp16."
-    shortest = lambda end: sorted((n for n in names if n.endswith(end)), key=lambda n: (len(n), n))[:1]
-    if index := shortest(".safetensors.index.json"):
-        found = json.loads(path(index[0]).read_text())["weight_map"].values()
-        return sorted(set(check_names(found, path(index[0]))))
-    return shortest(".safetensors")
+    names = list(names)
+    index = _shortest(names, ".safetensors.index.json")
+    if index is not None:
+        found = json.loads(path(index).read_text())["weight_map"].values()
+        return sorted(set(check_names(found, path(index))))
+    single = _shortest(names, ".safetensors")
+    return [] if single is None else [single]
 
 # %% ../../nbs/models/02_loading.ipynb #6c2d8e02
-def weight_files(folder) -> list: # paths, sorted
+def weight_files(
+    folder:str|Path, # of a component
+) -> list: # of paths, sorted
     "Raises FileNotFoundError if one is missing. A single file is one wherever it is."
+    folder = Path(folder)
     single = pointed_file(folder)
     if single: return [single]
-    folder, names = Path(folder), source_checkpoint(folder).get("weights")
+    names = source_checkpoint(folder).get("weights")
     check_names(names or (), folder/ORIGIN)
     names = names or weight_names([p.name for p in folder.glob("*")], folder.joinpath)
-    if missing := sorted(n for n in names if not (folder/n).is_file()):
+    missing = sorted(n for n in names if not (folder/n).is_file())
+    if missing:
         raise FileNotFoundError(f"{missing[0]} is missing in {str(folder)!r}, but its index names it; copy "
                                 "the model again")
     return [folder/n for n in sorted(names)]
 
-def stored_dtype(file): # the most frequent one of a safetensors file, or None
-    with open_weights(file) as f: names = [f.get_slice(k).get_dtype() for k in f.keys()]
+def stored_dtype(
+    file:Path, # of weights
+) -> torch.dtype|None: # None: another format
+    "The most frequent dtype of a file; for float8 that before the weights were rounded."
+    with open_weights(file) as f:
+        names = [f.get_slice(k).get_dtype() for k in f.keys()]
     known = dict(F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
-    known |= dict(F8_E4M3=torch.bfloat16, F8_E5M2=torch.bfloat16) # as they were before they were rounded
+    known |= dict(F8_E4M3=torch.bfloat16, F8_E5M2=torch.bfloat16)
     return known.get(max(names, key=names.count))
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d5e
 _MOVED = ((r"^visual\.", "model.visual."),
           (r"^model\.(?=layers\.|embed_tokens\.|norm\.)", "model.language_model."))
 
-def remap_key(key:str, known) -> str: # or None
-    "The name, of those `known`, of a checkpoint's tensor."
+def remap_key(
+    key:str, # name in a checkpoint
+    known:Collection[str], # names of the model
+) -> str|None: # None: the model has no such tensor
+    "A tensor's name in the model; older checkpoints of the text encoder have others."
     if key in known: return key
-    return next((new for old, to in _MOVED if (new := re.sub(old, to, key)) in known), None)
+    for old, to in _MOVED:
+        new = re.sub(old, to, key)
+        if new in known:
+            return new
+    return None
 
-def check_missing(folder, names):
-    if names: raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
-                               "copy the model again")
+def check_missing(
+    folder:str|Path, # for the message
+    names:list, # of tensors that no file had
+):
+    "Raises ValueError if a checkpoint lacks tensors of the model."
+    if names:
+        raise ValueError(f"the weights in {str(folder)!r} lack {names[0]} and {len(names) - 1} more; "
+                         "copy the model again")
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d01
 def trim_malloc():
     "Return freed memory to the system (glibc only)."
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)): trim(0)
+    if sys.platform != "linux": return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
-def set_tensor(module:nn.Module, name:str, tensor:torch.Tensor):
-    if name in module._parameters: module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    else: module._buffers[name] = tensor
+def set_tensor(
+    module:nn.Module,
+    name:str, # of one of its own parameters or buffers
+    tensor:torch.Tensor,
+):
+    "Replace a parameter (by a frozen one) or a buffer, also one on the meta device."
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[name] = tensor
 
 # %% ../../nbs/models/02_loading.ipynb #2b3c4d02
-def place_tensor(model:nn.Module, name:str, tensor:torch.Tensor, dtype, device) -> nn.Module: # its owner
+def place_tensor(
+    model:nn.Module,
+    name:str, # in the model
+    tensor:torch.Tensor, # of the checkpoint
+    dtype:torch.dtype, # of the model; integers keep theirs
+    device:str|torch.device,
+) -> nn.Module: # the layer that has it
     "Copy a checkpoint's tensor into a model; its class may keep parts in float32."
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    if tensor.shape != (expected := getattr(module, leaf).shape):
+    expected = getattr(module, leaf).shape
+    if tensor.shape != expected:
         raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, but {list(expected)} by "
                          "its config.json; copy the model again")
-    if any(k in name for k in getattr(model, "_keep_in_fp32_modules", None) or ()): dtype = torch.float32
+    if any(k in name for k in getattr(model, "_keep_in_fp32_modules", None) or ()):
+        dtype = torch.float32
     set_tensor(module, leaf, tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True))
     return module
 
@@ -178,65 +257,102 @@ def loading_bar(
     files:list, # of weights
     large:bool, # are they one large file?
     what:str, # to show
-) -> Progress: # None for a small checkpoint, which is read at once
+) -> Progress|None: # None for a small checkpoint, which is read at once
     "The progress of loading a component: its files, or the tensors of a large one."
     if large:
         with open_weights(files[0]) as f:
             return Progress(len(f.keys()), what)
     return Progress(len(files), what) if len(files) > 1 else None
 
+class Placement(Protocol):
+    "Where the weights of a model go while it is loaded, e.g. `devices.strategies.base.Strategy`."
+    def prepare(self, model:nn.Module):
+        "Before the first tensor: `model` is empty."
+    def device(self, name:str) -> str|torch.device:
+        "The device that a tensor is copied to."
+    def settle(self, model:nn.Module, name:str):
+        "After each tensor of the layer `name`."
+    def finish(self, model:nn.Module) -> nn.Module:
+        "After the last one: the model to use."
+
+def _saved_layer(
+    linear:nn.Linear,
+    parts:dict, # that were read so far
+    quantization:str,
+    dtype:torch.dtype, # to compute in
+) -> nn.Module|None: # None: parts are missing
+    "A layer of a prequantized copy, once all its parts are read."
+    if parts.keys() < part_names(quantization, linear.bias is not None): return None
+    return deserialize_linear(linear, quantization, parts, dtype)
+
 def load_quantized(
-    cls, # a diffusers or transformers model class
-    folder,
+    cls:Any, # a diffusers or transformers model class
+    folder:str|Path, # of the component
     quantization:str|None=None, # a key of `QUANTIZATIONS`
-    dtype=torch.float32, # of the other weights, and of computation
-    device="cpu",
-    prepare=None, # function of the empty model; tensors that it removes are not read
-    placement=None, # replaces `device`, e.g. a `BlockSwapLoader`
+    dtype:torch.dtype=torch.float32, # of the other weights, and of computation
+    device:str|torch.device="cpu",
+    prepare:Callable[[nn.Module], object]|None=None, # gets the empty model; what it removes is not read
+    placement:Placement|None=None, # replaces `device`, e.g. a `BlockSwapLoader`
 ) -> nn.Module: # frozen, in eval mode
     "Quantize each layer as its weights are read."
     model = empty_model(cls, folder, dtype)
-    if prepare: prepare(model)
-    if placement: placement.prepare(model)
-    device_of = placement.device if placement else lambda name: device
-    todo, known = set(quantizable_layers(model)) if quantization else set(), model.state_dict().keys()
-    saved, waiting, files = saved_quantization(folder), {}, weight_files(folder)
-    large = pointed_file(folder) is not None # of which each tensor is a step
+    if prepare:
+        prepare(model)
+    if placement:
+        placement.prepare(model)
+
+    def device_of(name:str) -> str|torch.device:
+        return placement.device(name) if placement else device
+    todo = set(quantizable_layers(model)) if quantization else set()
+    known = model.state_dict().keys()
+    saved = saved_quantization(folder)
+    waiting: dict[str, dict] = {} # {layer: parts that were read}
+    files = weight_files(folder)
+    large = pointed_file(Path(folder)) is not None # of which each tensor is a step
     bar = loading_bar(files, large, f"{Path(folder).name} as {quantization or dtype}")
     for file in files:
         with open_weights(file) as f:
             for key in f.keys():
-                if large:
+                if bar and large:
                     bar.update()
-                owner, new = re.sub(r"\.(weight\..*|[^.]*)$", "", key), None
-                if saved and owner in todo:
-                    linear, parts = model.get_submodule(owner), waiting.setdefault(owner, {})
+                owner = re.sub(r"\.(weight\..*|[^.]*)$", "", key)
+                name = remap_key(key, known)
+                new = None
+                if saved and quantization and owner in todo:
+                    parts = waiting.setdefault(owner, {})
                     at = device_of(f"{owner}.weight")
                     parts[key[len(owner) + 1:]] = f.get_tensor(key).to(at, copy=True)
-                    if parts.keys() < part_names(quantization, linear.bias is not None): continue
-                    new = deserialize_linear(linear, quantization, waiting.pop(owner), dtype)
-                elif name := remap_key(key, known):
+                    new = _saved_layer(linear_of(model, owner), parts, quantization, dtype)
+                    if new is None: continue
+                    del waiting[owner]
+                elif name is not None:
                     owner = name.rpartition(".")[0]
                     module = place_tensor(model, name, f.get_tensor(key), dtype, device_of(name))
-                    if owner in todo and not any(p.is_meta for p in module.parameters()):
-                        new = quantize_linear(module, quantization)
+                    if quantization and owner in todo and not any(p.is_meta for p in module.parameters()):
+                        new = quantize_linear(linear_of(model, owner), quantization)
                 else: continue
                 if new:
                     model.set_submodule(owner, new)
                     todo.remove(owner)
                     trim_malloc()
-                if placement: placement.settle(model, owner)
-        if bar and not large: bar.update()
-    if bar: bar.close()
+                if placement:
+                    placement.settle(model, owner)
+        if bar and not large:
+            bar.update()
+    if bar:
+        bar.close()
     model = _finish(model, folder, device_of)
     return placement.finish(model) if placement else model
 
 # %% ../../nbs/models/02_loading.ipynb #a3b4c5d6
-def _finish(model, folder, device_of):
-    check_missing(folder, [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta])
+def _finish(model:nn.Module, folder:str|Path, device_of:Callable) -> nn.Module: # frozen, in eval mode
+    "Check that nothing is missing, and move the buffers that no file has."
+    named = (*model.named_parameters(), *model.named_buffers())
+    check_missing(folder, [n for n, t in named if t.is_meta])
     for name, m in model.named_modules():
         for n, b in m._buffers.items():
-            if b is not None: m._buffers[n] = b.to(device_of(f"{name}.{n}"))
+            if b is not None:
+                m._buffers[n] = b.to(device_of(f"{name}.{n}"))
     return model.requires_grad_(False).eval()
 
 # %% ../../nbs/models/02_loading.ipynb #ec58079d
@@ -244,13 +360,15 @@ STREAMS = ("img_mod", "txt_mod") # modulation layers of a block
 
 # %% ../../nbs/models/02_loading.ipynb #ec580701
 def component_bytes(
-    folder, dtype=torch.bfloat16,
+    folder:str|Path, # of the component
+    dtype:torch.dtype=torch.bfloat16, # of weights that are not quantized
     kind:str|None=None, # a key of `QUANTIZATIONS`
     table:bool=False, # without the modulation layers?
 ) -> int:
     "Bytes of a component's weights in memory, from the headers of its files; 0 without files."
-    files, total = weight_files(folder), 0
+    files = weight_files(folder)
     if saved_quantization(folder): return sum(p.stat().st_size for p in files)
+    total = 0.
     for file in files:
         with open_weights(file) as f:
             for n in f.keys():
@@ -262,7 +380,9 @@ def component_bytes(
     return round(total)
 
 # %% ../../nbs/models/02_loading.ipynb #ec580702
-def free_device_bytes(device) -> float: # device: cpu, cuda:1, mps
+def free_device_bytes(
+    device:str|torch.device, # cpu, cuda:1, mps
+) -> float:
     "Bytes available on a device now, including what torch keeps for reuse."
     d = torch.device(device)
     if d.type == "cuda":
@@ -282,6 +402,7 @@ def work_bytes(
 # %% ../../nbs/models/02_loading.ipynb #07cb1fa1
 def device_of(part:torch.nn.Module) -> torch.device:
     "Where a model computes, also if it is offloaded."
-    devices = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in part.modules())
+    hooks = (getattr(m, "_hf_hook", None) for m in part.modules()) # of accelerate
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
     execution = next((d for d in devices if d is not None), None)
     return next(part.parameters()).device if execution is None else torch.device(execution)

@@ -8,16 +8,16 @@ __all__ = ['to_floats', 'model_timesteps', 'training_times', 'extra_timesteps', 
            'TableIndex', 'use_modulation_table', 'table_of']
 
 # %% ../../nbs/models/05_modulation.ipynb #8898176f
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 from torch import nn
 from torch.nn import functional as F
 
-from ..cache import CacheEntry, key_of
+from ..cache import CacheEntry, EmbeddingCacheManager, key_of
 from ..core.cache_entries import MODULATION, entry_bytes
 from ..core.files import file_lock
 from ..core.display import Progress
@@ -30,36 +30,54 @@ def to_floats(times:torch.Tensor) -> list:
     "The numbers of a CPU tensor; raises for a GPU tensor, so that it never waits."
     return np.from_dlpack(times.detach().float().flatten()).tolist()
 
-def model_timesteps(timesteps, dtype) -> list: # floats
-    "Timesteps (0 to 1000), rounded to a dtype and divided by 1000, as in the pipelines."
+def model_timesteps(
+    timesteps:torch.Tensor|Sequence[float], # 0 to 1000
+    dtype:torch.dtype, # of the transformer
+) -> list: # of floats, 0 to 1
+    "Timesteps, rounded to a dtype and divided by 1000, as in the pipelines."
     return to_floats(torch.as_tensor(timesteps).cpu().float().to(dtype) / 1000)
 
-def training_times(dtype) -> tuple: # distinct, ascending
+def training_times(
+    dtype:torch.dtype, # of the transformer
+) -> tuple: # distinct, ascending
+    "All times that training can draw: a thousand, or as many as the dtype tells apart."
     sigmas = (torch.arange(1, 1001).double() / 1000).float() # as in `sample_sigmas`
     return tuple(sorted(set(model_timesteps(sigmas * 1000, dtype))))
 
-def extra_timesteps(times, dtype) -> tuple: # those that training does not draw
+def extra_timesteps(
+    times:Iterable[float], # as of `model_timesteps`
+    dtype:torch.dtype, # of the transformer
+) -> tuple: # distinct, ascending
+    "Those of the times that training does not draw."
     return tuple(sorted({*times} - {*training_times(dtype)}))
 
 # %% ../../nbs/models/05_modulation.ipynb #7b1e0a32
 def table_pays(
     transformer:dict, # its config.json
-    rows, dtype, # of the table and of the layers
-) -> bool: # is the table smaller than the layers, or at most 16 MB larger?
+    rows:torch.dtype, # of the table
+    dtype:torch.dtype, # of the layers
+) -> bool:
+    "Is the table smaller than the layers, or at most 16 MB larger?"
     dim = transformer["num_attention_heads"] * transformer["attention_head_dim"]
     times = len(training_times(rows)) + bool(transformer.get("zero_cond_t"))
     more = times * rows.itemsize - (dim + 1) * dtype.itemsize # for each of 12 * dim outputs
     return more * 12 * dim * transformer["num_layers"] <= 16e6
 
 # %% ../../nbs/models/05_modulation.ipynb #c42681ef
-def open_checkpoint(folder) -> dict: # {name: slice of a file, read when it is indexed}
+def open_checkpoint(
+    folder:str|Path, # of a component
+) -> dict: # {name: slice of a file}
+    "A component's weights, each read when it is indexed."
     files = [open_weights(p) for p in weight_files(folder)]
     return {k: f.get_slice(k) for f in files for k in f.keys()}
 
 # %% ../../nbs/models/05_modulation.ipynb #c4268101
 @torch.no_grad()
 def time_embeddings(
-    weights, times, dtype) -> torch.Tensor: # [T, dim] in `dtype`
+    weights:Mapping, # {name: tensor, or slice of a file}
+    times:Sequence[float], # T of `model_timesteps`
+    dtype:torch.dtype, # of the transformer
+) -> torch.Tensor: # [T, dim] in `dtype`
     "The timestep embedding; one time per call, because a larger product rounds differently."
     from diffusers.models.transformers.transformer_qwenimage import QwenTimestepProjEmbeddings
     prefix = "time_text_embed."
@@ -70,22 +88,27 @@ def time_embeddings(
     return torch.cat([embed(t, torch.empty(0, dtype=dtype)) for t in torch.tensor(times).to(dtype).split(1)])
 @torch.no_grad()
 def block_rows(
-    weights, # {name: tensor, or slice of a file}; each is read once
+    weights:Mapping, # {name: tensor, or slice of a file}; each is read once
     block:int,
-    *tembs, # [T, dim] of each set of times, from `time_embeddings`
+    *tembs:torch.Tensor, # [T, dim] of each set of times, from `time_embeddings`
 ) -> list: # a tensor [T, 12, dim] per set: shift, scale, gate of both norms, of the image and of the text
     "The output of a block's modulation; products in float32, rounded once, as in a matrix kernel."
-    inputs, out = [F.silu(t).float() for t in tembs], [[] for _ in tembs]
-    dtype, dim = tembs[0].dtype, tembs[0].shape[1]
+    inputs = [F.silu(t).float() for t in tembs]
+    out: list[list] = [[] for _ in tembs]
+    dtype = tembs[0].dtype
+    dim = tembs[0].shape[1]
     for stream in STREAMS:
-        params = [weights[f"transformer_blocks.{block}.{stream}.1.{k}"] for k in ("weight", "bias")]
+        layer = f"transformer_blocks.{block}.{stream}.1"
         for n in range(0, 6 * dim, 2048): # read in pieces
-            w, b = (p[n:n + 2048].to(dtype).float() for p in params)
-            for x, rows in zip(inputs, out): rows.append(F.linear(x, w, b).to(dtype))
+            w = weights[f"{layer}.weight"][n:n + 2048].to(dtype).float()
+            b = weights[f"{layer}.bias"][n:n + 2048].to(dtype).float()
+            for x, rows in zip(inputs, out):
+                rows.append(F.linear(x, w, b).to(dtype))
     return [torch.cat(rows, 1).view(len(x), 12, -1) for x, rows in zip(inputs, out)]
 
 # %% ../../nbs/models/05_modulation.ipynb #a4849ea3
 class TableRow(NamedTuple):
+    "Where the rows of one time are."
     blocks: list # [T, 12, dim] of each block, as bytes
     row: int
 
@@ -94,173 +117,243 @@ class ModulationTable:
     "Outputs of all modulation layers, looked up by time."
     def __init__(self,
         base:str, # digest of the transformer's weights
-        dtype, blocks:int, # number of blocks
-        folder=None, # of the weights, if there are any
-        cache=None, # `EmbeddingCacheManager`, or None
+        dtype:torch.dtype,
+        blocks:int, # number of blocks
+        folder:str|Path|None=None, # of the weights, if there are any
+        cache:EmbeddingCacheManager|None=None,
     ):
-        self.base, self.dtype, self.blocks = base, dtype, blocks
-        self.folder, self.cache = folder and Path(folder), cache
-        self.index = {} # {time: TableRow}
+        self.base = base
+        self.dtype = dtype
+        self.blocks = blocks
+        self.folder = Path(folder) if folder else None
+        self.cache = cache
+        self.index: dict[float, TableRow] = {} # {time: its rows}
         self.warn_nearest = True
 
     def __repr__(self):
         return f"ModulationTable of {len(self.index)} times in {dtype_name(self.dtype)}, {self.blocks} blocks"
 
-    def entries(self, times) -> list: # one `CacheEntry` per block
-        parts = [dict(base=self.base, block=n, dtype=dtype_name(self.dtype), times=list(times))
+    def entries(self, times:Iterable[float]) -> list: # one `CacheEntry` per block
+        "The cache entries of a set of times."
+        times = list(times)
+        parts = [dict(base=self.base, block=n, dtype=dtype_name(self.dtype), times=times)
                  for n in range(self.blocks)]
         return [CacheEntry(MODULATION, key_of(MODULATION, **p), p) for p in parts]
 
-    def missing(self, times) -> tuple: # distinct, ascending
+    def missing(self, times:Iterable[float]) -> tuple: # distinct, ascending
+        "Those of the times that the table does not have."
         return tuple(sorted(set(times) - self.index.keys()))
 
-    def _add(self, times, blocks):
+    def _add(self, times:Sequence[float], blocks:list): # of tensors [T, 12, dim]
+        "Keep a set of times whose blocks are complete."
         blocks = [b.view(torch.uint8).numpy() for b in blocks] # bytes, so that any dtype can be copied
         self.index |= {t: TableRow(blocks, n) for n, t in enumerate(times)}
 
-# %% ../../nbs/models/05_modulation.ipynb #183cd7d4
-@patch
-def find(self:ModulationTable, times) -> bool: # are they in the table now?
-    "Add a set of times from the cache if it is complete there."
-    if not self.missing(times): return True
-    if self.cache is None: return False
-    blocks = [self.cache.map_cache(*e.id) for e in self.entries(times)]
-    if complete := all(b is not None for b in blocks): self._add(times, blocks)
-    return complete
+    def find(self, times:Sequence[float]) -> bool: # are they in the table now?
+        "Add a set of times from the cache if it is complete there."
+        if not self.missing(times): return True
+        if self.cache is None: return False
+        blocks = [self.cache.map_cache(*e.id) for e in self.entries(times)]
+        complete = all(b is not None for b in blocks)
+        if complete:
+            self._add(times, blocks)
+        return complete
 
-# %% ../../nbs/models/05_modulation.ipynb #183cd701
-@patch
-def missing_entries(self:ModulationTable, times, dim:int) -> list: # bytes of each entry
-    in_cache = lambda e: self.cache and self.cache.cache_exists(*e.id)
-    entries = [e for e in self.entries(times) if not in_cache(e)] if times else []
-    return [entry_bytes(*e, e.parts["dtype"], (len(times), 12, dim)) for e in entries]
+    def missing_entries(self, times:Sequence[float], dim:int) -> list: # bytes of each
+        "Sizes of a set's entries that the cache lacks; `dim`: channels of the transformer."
+        if not times: return []
+        entries = self.entries(times)
+        if self.cache is not None:
+            entries = [e for e in entries if not self.cache.cache_exists(*e.id)]
+        return [entry_bytes(e.kind, e.key, e.parts, e.parts["dtype"], (len(times), 12, dim)) for e in entries]
 
-@patch
-def save(self:ModulationTable, entry:CacheEntry, rows:torch.Tensor) -> torch.Tensor: # [T, 12, dim]
-    "Store a block's rows; they are memory-mapped if the cache is writable."
-    if not (self.cache and self.cache.writable): return rows
-    self.cache.save_cache(entry.kind, entry.key, rows, entry.parts)
-    return self.cache.map_cache(*entry.id)
+    def save(self, entry:CacheEntry, rows:torch.Tensor) -> torch.Tensor: # [T, 12, dim]
+        "Store a block's rows; they are memory-mapped if the cache is writable."
+        if not (self.cache and self.cache.writable): return rows
+        self.cache.save_cache(entry.kind, entry.key, rows, entry.parts)
+        return self.cache.map_cache(*entry.id)
 
-# %% ../../nbs/models/05_modulation.ipynb #2cf99ff1
-@patch
-def make(self:ModulationTable, times, name:str="preparing the modulation table") -> int: # blocks that were computed
-    "Add a set of distinct, ascending times from the cache or the checkpoint."
-    return self.make_sets([times], name)
+    def make(self, times:Sequence[float], name:str="preparing the modulation table") -> int: # blocks that were computed
+        "Add a set of distinct, ascending times from the cache or the checkpoint."
+        return self.make_sets([times], name)
 
-@patch
-def make_sets(self:ModulationTable, sets, name:str="preparing the modulation table") -> int: # as `make`
-    "Add several sets of times; the weights are read once for all of them."
-    sets = [t for t in map(tuple, sets) if not self.find(t)]
-    if sets and self.folder is None:
-        lacking = {t for times in sets for t in self.missing(times)}
-        raise ValueError(f"the modulation table has no rows for {len(lacking)} timesteps and no "
-                         "weights to compute them; attach the whole transformer")
-    if not sets or not (self.cache and self.cache.writable): return self._compute(sets, name)
-    with file_lock(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1):
-        return self._compute([t for t in sets if not self.find(t)], name)
+    def make_sets(self, sets:Iterable[Sequence[float]], name:str="preparing the modulation table") -> int: # as `make`
+        "Add several sets of times; the weights are read once for all of them."
+        wanted = [tuple(t) for t in sets]
+        sets = [t for t in wanted if not self.find(t)]
+        if sets and self.folder is None:
+            lacking = {t for times in sets for t in self.missing(times)}
+            raise ValueError(f"the modulation table has no rows for {len(lacking)} timesteps and no "
+                             "weights to compute them; attach the whole transformer")
+        if not sets or not (self.cache and self.cache.writable): return self._compute(sets, name)
+        with file_lock(self.cache.cache_dir/".locks", f"{MODULATION} {self.base}", wait=-1):
+            return self._compute([t for t in sets if not self.find(t)], name)
 
-# %% ../../nbs/models/05_modulation.ipynb #2cf99f01
-@patch
-def _compute(self:ModulationTable, sets, name):
-    if not sets: return 0
-    made, weights, tembs, bar = 0, open_checkpoint(self.folder), {}, Progress(self.blocks, name)
-    entries, blocks = [self.entries(times) for times in sets], [[] for _ in sets]
-    for n in range(self.blocks):
-        rows = [self.cache and self.cache.map_cache(*e[n].id) for e in entries]
-        if lacking := [i for i, r in enumerate(rows) if r is None]: # others are left from an interrupted call
-            for i in set(lacking) - tembs.keys(): tembs[i] = time_embeddings(weights, sets[i], self.dtype)
-            new, made = block_rows(weights, n, *(tembs[i] for i in lacking)), made + 1
-            for i, r in zip(lacking, new): rows[i] = self.save(entries[i][n], r)
-        for kept, r in zip(blocks, rows): kept.append(r)
-        bar.update()
-    bar.close()
-    for times, kept in zip(sets, blocks): self._add(times, kept)
-    return made
+    def _compute(self, sets:list, name:str) -> int: # blocks that were computed
+        "Rows of all sets, block by block; those that an interrupted call left in the cache are kept."
+        if not sets or self.folder is None: return 0
+        weights = open_checkpoint(self.folder)
+        entries = [self.entries(times) for times in sets]
+        tembs: dict[int, torch.Tensor] = {} # {index of a set: time embeddings}
+        blocks: list[list] = [[] for _ in sets]
+        made = 0
+        bar = Progress(self.blocks, name)
+        for n in range(self.blocks):
+            rows = [self.cache and self.cache.map_cache(*e[n].id) for e in entries]
+            lacking = [i for i, r in enumerate(rows) if r is None]
+            if lacking:
+                for i in set(lacking) - tembs.keys():
+                    tembs[i] = time_embeddings(weights, sets[i], self.dtype)
+                new = block_rows(weights, n, *(tembs[i] for i in lacking))
+                made += 1
+                for i, r in zip(lacking, new):
+                    rows[i] = self.save(entries[i][n], r)
+            for kept, r in zip(blocks, rows):
+                kept.append(r)
+            bar.update()
+        bar.close()
+        for times, kept in zip(sets, blocks):
+            self._add(times, kept)
+        return made
 
-# %% ../../nbs/models/05_modulation.ipynb #985c7d1d
-@patch
-def ensure(self:ModulationTable, times, name:str="preparing the modulation table"):
-    "Add times if possible; if not, `rows` uses the nearest."
-    extra = extra_timesteps(times, self.dtype)
-    if self.missing(times) and not self.find(extra) and self.folder: self.make(extra, name)
+    def ensure(self, times:Iterable[float], name:str="preparing the modulation table"):
+        "Add times if possible; if not, `rows` uses the nearest."
+        times = list(times)
+        extra = extra_timesteps(times, self.dtype)
+        if self.missing(times) and not self.find(extra) and self.folder:
+            self.make(extra, name)
 
-# %% ../../nbs/models/05_modulation.ipynb #985c7d01
-@patch
-def nearest_timestep(self:ModulationTable, time:float) -> float:
-    "The nearest time in the table; the first other one is reported."
-    if time in self.index: return time
-    if not self.index: raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
-    near = min(self.index, key=lambda t: abs(t - time))
-    if abs(near - time) < 1e-6: return near # rounding
-    if self.warn_nearest:
-        print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
-              f"used, as for all others that are not among its {len(self.index)} timesteps")
-    self.warn_nearest = False
-    return near
+    def nearest_timestep(self, time:float) -> float:
+        "The nearest time in the table; the first other one is reported."
+        if time in self.index: return time
+        if not self.index: raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
+        near = min(self.index, key=lambda t: abs(t - time))
+        if abs(near - time) < 1e-6: return near # rounding
+        if self.warn_nearest:
+            print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
+                  f"used, as for all others that are not among its {len(self.index)} timesteps")
+        self.warn_nearest = False
+        return near
 
-# %% ../../nbs/models/05_modulation.ipynb #985c7d02
-@patch
-def rows(self:ModulationTable, times, device="cpu") -> torch.Tensor: # [len(times), 12 * blocks, dim]
-    found = [self.index[self.nearest_timestep(t)] for t in times]
-    raw = np.concatenate([block[r.row] for r in found for block in r.blocks])
-    out = torch.from_numpy(raw.reshape(len(times), self.blocks * 12, -1)).view(self.dtype)
-    return (out.pin_memory() if torch.device(device).type == "cuda" else out).to(device, non_blocking=True)
+    def rows(self,
+        times:Sequence[float], # as of `model_timesteps`
+        device:str|torch.device="cpu",
+    ) -> torch.Tensor: # [len(times), 12 * blocks, dim]
+        "The modulation at some times, on a device; a GPU's copy is asynchronous."
+        found = [self.index[self.nearest_timestep(t)] for t in times]
+        raw = np.concatenate([block[r.row] for r in found for block in r.blocks])
+        out = torch.from_numpy(raw.reshape(len(times), self.blocks * 12, -1)).view(self.dtype)
+        return (out.pin_memory() if torch.device(device).type == "cuda" else out).to(device, non_blocking=True)
 
 # %% ../../nbs/models/05_modulation.ipynb #a5ffaaf8
-def uses_modulation(names) -> list:
+_LAYERS = tuple(f"{name}." for name in (*STREAMS, "time_text_embed"))
+
+def uses_modulation(
+    names:Iterable[str], # of modules or parameters
+) -> list:
     "Those of a transformer's modules or parameters that the table depends on."
-    return [n for n in names if any(f"{s}." in f"{n}." for s in (*STREAMS, "time_text_embed"))]
+    return [n for n in names if any(layer in f"{n}." for layer in _LAYERS)]
 
 class TableModulation(nn.Module):
     "Replaces a modulation layer: selects six of the rows appended to the time embedding."
-    def __init__(self, first:int):
-        super().__init__() # a tensor, so that all blocks share compiled code
+    index: torch.Tensor # of the six rows
+
+    def __init__(self,
+        first:int, # of its six rows
+    ):
+        super().__init__()
+        # a tensor, so that all blocks share compiled code
         self.register_buffer("index", torch.arange(first, first + 6), persistent=False)
 
-    def forward(self, temb): # [B, 1 + 12 * blocks, dim] -> [B, 6 * dim]
+    def forward(self,
+        temb:torch.Tensor, # [B, 1 + 12 * blocks, dim]
+    ) -> torch.Tensor: # [B, 6 * dim]
+        "Shift, scale and gate of both norms."
         return temb.index_select(1, self.index).flatten(1)
 
 # %% ../../nbs/models/05_modulation.ipynb #a5ffaa01
 class TableIndex:
-    def __init__(self, table, zero:bool): # zero: are control tokens modulated at time 0 (`zero_cond_t`)?
-        self.table, self.zero, self.key, self.rows, self.next = table, zero, None, None, None
+    "Chooses the rows of a transformer's call, and appends them to the time embedding."
+    def __init__(self,
+        table:ModulationTable,
+        zero:bool, # are control tokens modulated at time 0 (`zero_cond_t`)?
+    ):
+        self.table = table
+        self.zero = zero
+        self.key: tuple|None = None # times and device of `rows`
+        self.rows: Any = None # of the last call, [T, 12 * blocks, dim]
+        self.next: torch.Tensor|None = None # timestep of the next call
 
     def expect(self, timestep:torch.Tensor): # [B]
         "Announce the next call's timestep from the CPU."
         self.next = timestep if timestep.device.type == "cpu" else None
 
-    def choose(self, timestep:torch.Tensor, device): # [B], as the transformer gets it
+    def choose(self,
+        timestep:torch.Tensor, # [B], as the transformer gets it
+        device:torch.device,
+    ):
         "Fetch a call's rows, or reuse the last call's (guidance)."
-        timestep, self.next = timestep if self.next is None else self.next, None
-        own, t = self.table.dtype, timestep.to("cpu") # the table may be narrower than the run
-        if t.dtype == own: times = to_floats(t)
-        else: times = model_timesteps((t.double() * 1000).round(decimals=3), own)
-        times += [0.] * self.zero
-        if self.key != (times, device): self.key, self.rows = (times, device), self.table.rows(times, device)
+        if self.next is not None:
+            timestep = self.next
+            self.next = None
+        t = timestep.to("cpu")
+        own = self.table.dtype # the table may be narrower than the run
+        if t.dtype == own:
+            times = to_floats(t)
+        else:
+            times = model_timesteps((t.double() * 1000).round(decimals=3), own)
+        if self.zero:
+            times.append(0.)
+        if self.key != (times, device):
+            self.key = (times, device)
+            self.rows = self.table.rows(times, device)
 
-    def append(self, temb): # [B, dim], or [2 * B, dim] with `zero` -> [the same, 1 + 12 * blocks, dim]
+    def append(self,
+        temb:torch.Tensor, # [B, dim], with `zero` [2 * B, dim]
+    ) -> torch.Tensor: # [the same, 1 + 12 * blocks, dim]
+        "The time embedding and the rows after it; control tokens get those of time 0."
         rows = self.rows
-        if self.zero: rows = torch.cat([rows[:-1], rows[-1:].expand(len(rows) - 1, -1, -1)])
+        if self.zero:
+            rows = torch.cat([rows[:-1], rows[-1:].expand(len(rows) - 1, -1, -1)])
         return torch.cat([temb[:, None], rows.to(temb.dtype)], 1)
 
 # %% ../../nbs/models/05_modulation.ipynb #9e65d866
-def _choose(transformer, args, kwargs):
-    x, t = (kwargs[n] if n in kwargs else args[i] for n, i in (("hidden_states", 0), ("timestep", 3)))
-    transformer.lookup.choose(t, x.device)
+def _choose(transformer:Any, args:tuple, kwargs:dict):
+    "Before a transformer's call: choose the rows of its timestep."
+    x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    timestep = kwargs["timestep"] if "timestep" in kwargs else args[3]
+    transformer.lookup.choose(timestep, x.device)
 
-def use_modulation_table(transformer, table): # the same transformer
+def _first_row(norm:nn.Module, args:tuple) -> tuple:
+    "Before the last norm: only the time embedding itself, without the rows after it."
+    x, temb, *others = args
+    return x, temb[:, 0], *others
+
+def use_modulation_table(
+    transformer:Any, # QwenImageTransformer2DModel, also on the meta device
+    table:ModulationTable,
+) -> Any: # the same transformer
     """Replace a transformer's modulation layers, also on the meta device, with their `ModulationTable`.
     To restore them, load it again."""
-    if names := uses_modulation(n for n, _ in transformer.named_parameters() if "lora_" in n):
+    names = uses_modulation(n for n, _ in transformer.named_parameters() if "lora_" in n)
+    if names:
         raise ValueError(f"{names[0]} belongs to an adapter, and the modulation table would ignore it; "
                          "load the transformer without a table")
     for n, block in enumerate(transformer.transformer_blocks):
-        for k, stream in enumerate(STREAMS): setattr(block, stream, TableModulation(1 + 12 * n + 6 * k))
-    transformer.lookup = lookup = TableIndex(table, bool(transformer.config.zero_cond_t))
+        for k, stream in enumerate(STREAMS):
+            setattr(block, stream, TableModulation(1 + 12 * n + 6 * k))
+    lookup = TableIndex(table, bool(transformer.config.zero_cond_t))
+    transformer.lookup = lookup
+
+    def append(module:nn.Module, args:tuple, temb:torch.Tensor) -> torch.Tensor:
+        return lookup.append(temb)
     transformer.register_forward_pre_hook(_choose, with_kwargs=True)
-    transformer.time_text_embed.register_forward_hook(lambda module, args, temb: lookup.append(temb))
-    transformer.norm_out.register_forward_pre_hook(lambda norm, args: (args[0], args[1][:, 0], *args[2:]))
+    transformer.time_text_embed.register_forward_hook(append)
+    transformer.norm_out.register_forward_pre_hook(_first_row)
     return transformer
 
-def table_of(transformer): return getattr(getattr(transformer, "lookup", None), "table", None) # or None
+def table_of(
+    transformer:nn.Module|None,
+) -> ModulationTable|None:
+    "The modulation table that a transformer uses; None: it has its layers."
+    return getattr(getattr(transformer, "lookup", None), "table", None)

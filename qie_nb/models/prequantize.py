@@ -8,13 +8,19 @@ __all__ = ['ShardQuantizer', 'quantize_checkpoint', 'quantized_bytes', 'modulati
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c003
 import json, re, shutil
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from fastcore.basics import patch
 from torch import nn
 
-from ..cache import EmbeddingCacheManager
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
+    from qie_nb.models.hub import LocalShards, ShardDownloader
+
+from ..cache import CacheEntry, EmbeddingCacheManager
 from ..core.environment import detect_environment
 from ..core.files import cached_file_property, file_digest, free_bytes, path_from, write_atomic
 from ..core.display import Progress
@@ -26,110 +32,144 @@ from .modulation import (ModulationTable, block_rows, time_embeddings, use_modul
                                       uses_modulation)
 from .single_file import open_weights
 from .quantizations.known import QUANTIZATIONS, advised, dtype_name, quantizable_layers
-from .quantizations.known import quantize_linear
+from .quantizations.known import linear_of, quantize_linear
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df9a7
-def _shard_order(shards) -> list: # names
+def _shard_order(shards:"LocalShards|ShardDownloader") -> list: # of names
     "The one with the time embedding first."
     index = next(shards.folder.glob("*.safetensors.index.json"), None)
     files = json.loads(index.read_text())["weight_map"] if index else {}
     first = {f for k, f in files.items() if k.startswith("time_text_embed.")}
-    return sorted(shards.names, key=lambda n: (n not in first, n))
+    return sorted(first & set(shards.names)) + sorted(set(shards.names) - first)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7b0df901
 class ShardQuantizer:
-    "Quantizes a component file by file; `rows_dir` keeps the table's rows until they are packed."
-    def __init__(self, cls, folder, quantization, dtype, device, sets, table_dtype, rows_dir):
-        self.model = empty_model(cls, folder, dtype)
-        self.quantization, self.dtype, self.device = quantization, dtype, device
-        self.sets, self.table, self.modulation, self.temb = sets, None, {}, {}
+    "Quantizes a component file by file; what cannot be written yet stays in memory."
+    def __init__(self,
+        cls:Any, # a diffusers or transformers model class
+        folder:str|Path, # with the component's config.json
+        quantization:str, # a key of `QUANTIZATIONS`
+        dtype:torch.dtype, # of the other weights, and of computation
+        device:str|torch.device, # where layers are quantized
+        sets:Sequence[tuple], # of times whose rows replace the modulation layers
+        table_dtype:torch.dtype,
+        rows_dir:Path, # keeps the table's rows until they are packed
+    ):
+        self.model: Any = empty_model(cls, folder, dtype)
+        self.quantization = quantization
+        self.dtype = dtype
+        self.device = device
+        self.sets = sets
+        self.table: ModulationTable|None = None
+        self.entries: dict[tuple, list[CacheEntry]] = {} # {times: one of each block}
+        self.modulation: dict[str, torch.Tensor] = {} # tensors of blocks that are not complete yet
+        self.temb: dict[tuple, torch.Tensor] = {} # {times: time embeddings}
         if sets: # their keys get the digest at the end
-            cache, blocks = EmbeddingCacheManager(rows_dir), len(self.model.transformer_blocks)
-            self.table = ModulationTable("", table_dtype, blocks, None, cache)
+            blocks = len(self.model.transformer_blocks)
+            self.rows = EmbeddingCacheManager(rows_dir)
+            self.table = ModulationTable("", table_dtype, blocks, None, self.rows)
             self.entries = {times: self.table.entries(times) for times in sets}
             use_modulation_table(self.model, self.table)
-        self.todo, self.known = set(quantizable_layers(self.model)), set(self.model.state_dict())
-        self.ready = {} # what can be written
-        plain = {n for n in self.known if n.rpartition(".")[0] not in self.todo}
-        bias = lambda o: self.model.get_submodule(o).bias is not None
-        self.expected = plain | {f"{o}.{p}" for o in self.todo for p in part_names(quantization, bias(o))}
+        self.todo = set(quantizable_layers(self.model))
+        self.known = set(self.model.state_dict())
+        self.ready: dict[str, torch.Tensor] = {} # what can be written
+        self.expected = {n for n in self.known if n.rpartition(".")[0] not in self.todo}
+        for owner in self.todo:
+            bias = linear_of(self.model, owner).bias is not None
+            self.expected |= {f"{owner}.{part}" for part in part_names(quantization, bias)}
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c00c
-@patch
-def add(self:ShardQuantizer, key:str, tensor):
-    if self.table and uses_modulation([key]): self.add_modulation(key, tensor)
-    if not (name := remap_key(key, self.known)): return
-    owner, _, leaf = name.rpartition(".")
-    module = place_tensor(self.model, name, tensor, self.dtype, self.device if owner in self.todo else "cpu")
-    if owner not in self.todo: # written as narrow as it is
-        value = getattr(module, leaf).data
-        self.ready[name] = tensor.clone() if tensor.element_size() < value.element_size() else value
-        set_tensor(module, leaf, value.to("meta"))
-    elif not any(p.is_meta for p in module.parameters()):
-        parts = serialize_linear(quantize_linear(module, self.quantization), self.quantization)
-        self.ready |= {f"{owner}.{n}": t for n, t in parts.items()}
-        self.todo.remove(owner)
-        self.model.set_submodule(owner, nn.Identity())
-        trim_malloc()
+    def add(self, key:str, tensor:torch.Tensor): # key: name in the checkpoint
+        "Take a tensor; a layer is quantized once all its tensors are there."
+        if self.table and uses_modulation([key]):
+            self.add_modulation(key, tensor)
+        name = remap_key(key, self.known)
+        if name is None: return
+        owner, _, leaf = name.rpartition(".")
+        module = place_tensor(self.model, name, tensor, self.dtype, self.device if owner in self.todo else "cpu")
+        if owner not in self.todo: # written as narrow as it is
+            value = getattr(module, leaf).data
+            self.ready[name] = tensor.clone() if tensor.element_size() < value.element_size() else value
+            set_tensor(module, leaf, value.to("meta"))
+        elif not any(p.is_meta for p in module.parameters()):
+            linear = quantize_linear(linear_of(self.model, owner), self.quantization)
+            parts = serialize_linear(linear, self.quantization)
+            self.ready |= {f"{owner}.{n}": t for n, t in parts.items()}
+            self.todo.remove(owner)
+            self.model.set_submodule(owner, nn.Identity())
+            trim_malloc()
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c006
-@patch
-def add_modulation(self:ShardQuantizer, key:str, tensor):
-    "Compute a block's rows when all their tensors are there."
-    self.modulation[key] = tensor.clone()
-    blocks = Counter((re.findall(r"^transformer_blocks\.(\d+)\.", k) or ["time"])[0] for k in self.modulation)
-    if blocks.pop("time", 0) < 4: return
-    for n in (int(b) for b, count in blocks.items() if count == 4):
+    def add_modulation(self, key:str, tensor:torch.Tensor):
+        "Compute a block's rows when all their tensors are there."
+        if self.table is None: return
+        self.modulation[key] = tensor.clone()
+        blocks = Counter((re.findall(r"^transformer_blocks\.(\d+)\.", k) or ["time"])[0] for k in self.modulation)
+        if blocks.pop("time", 0) < 4: return
+        complete = [int(block) for block, count in blocks.items() if count == 4]
+        for n in complete:
+            for times in self.sets:
+                if times not in self.temb:
+                    self.temb[times] = time_embeddings(self.modulation, times, self.table.dtype)
+                entry = self.entries[times][n]
+                if not self.rows.cache_exists(*entry.id):
+                    self.table.save(entry, *block_rows(self.modulation, n, self.temb[times]))
+            done = f"transformer_blocks.{n}."
+            self.modulation = {k: t for k, t in self.modulation.items() if not k.startswith(done)}
+
+    def waiting(self) -> dict: # {name: tensor}
+        "What was read but cannot be written yet: parts of layers, and of blocks of the table."
+        parts = {}
+        for owner in self.todo:
+            for name, parameter in self.model.get_submodule(owner).named_parameters():
+                if not parameter.is_meta:
+                    parts[f"{owner}.{name}"] = parameter.data.cpu()
+        return parts | self.modulation
+
+    def pack_rows(self,
+        base:str, # digest of the checkpoint
+        out:Path, # new cache folder
+    ):
+        "Give the table's rows their final keys, and pack them into the copy."
+        if self.table is None: return
+        cache = self.rows
+        final = ModulationTable(base, self.table.dtype, self.table.blocks)
         for times in self.sets:
-            if times not in self.temb:
-                self.temb[times] = time_embeddings(self.modulation, times, self.table.dtype)
-            entry = self.entries[times][n]
-            if not self.table.cache.cache_exists(*entry.id):
-                self.table.save(entry, *block_rows(self.modulation, n, self.temb[times]))
-        done = f"transformer_blocks.{n}."
-        self.modulation = {k: t for k, t in self.modulation.items() if not k.startswith(done)}
+            for old, new in zip(self.entries[times], final.entries(times)):
+                if not cache.cache_exists(*new.id):
+                    cache.save_cache(new.kind, new.key, cache.map_cache(*old.id), new.parts)
+                cache.layers[-1].path(*old.id).unlink(missing_ok=True)
+        cache.pack(out, replace=True)
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c00e
-@patch
-def waiting(self:ShardQuantizer) -> dict: # {name: tensor}
-    parts = {f"{o}.{n}": p for o in self.todo for n, p in self.model.get_submodule(o).named_parameters()}
-    return {n: p.data.cpu() for n, p in parts.items() if not p.is_meta} | self.modulation
+    def quantize_file(self,
+        path:Path, # of the checkpoint
+        work:Path, # folder of the new files
+        number:int, # of the file, for their names
+        part_bytes:int, # of a written file, about
+    ) -> list: # names of the files
+        "Read a file and write what is ready."
+        names: list[str] = []
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c007
-@patch
-def pack_rows(self:ShardQuantizer, base:str, out): # base: digest of the checkpoint
-    table, cache = self.table, self.table.cache
-    final = ModulationTable(base, table.dtype, table.blocks)
-    for times in self.sets:
-        for old, new in zip(self.entries[times], final.entries(times)):
-            if not cache.cache_exists(*new.id):
-                cache.save_cache(new.kind, new.key, cache.map_cache(*old.id), new.parts)
-            cache.layers[-1].path(*old.id).unlink(missing_ok=True)
-    cache.pack(out, replace=True)
+        def write():
+            names.append(f"part-{number:05}-{len(names) + 1:02}.safetensors")
+            _save(self.ready, work/names[-1])
+            self.ready = {}
+        with open_weights(path) as f:
+            for key in f.keys():
+                self.add(key, f.get_tensor(key))
+                if sum(t.nbytes for t in self.ready.values()) >= part_bytes:
+                    write()
+        if self.ready:
+            write()
+        return names
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c008
-def _save(tensors, path):
+def _save(tensors:Mapping[str, torch.Tensor], path:Path):
+    "Write a safetensors file, whole or not at all."
     from safetensors.torch import save
     write_atomic(path, save({k: t.contiguous() for k, t in tensors.items()}))
 
-# %% ../../nbs/models/06_prequantize.ipynb #7c20c009
-@patch
-def quantize_file(self:ShardQuantizer,
-    path, work:Path, number:int, part_bytes:int) -> list: # names of the files
-    names = []
-    def write():
-        names.append(f"part-{number:05}-{len(names) + 1:02}.safetensors")
-        _save(self.ready, work/names[-1])
-        self.ready = {}
-    with open_weights(path) as f:
-        for key in f.keys():
-            self.add(key, f.get_tensor(key))
-            if sum(t.nbytes for t in self.ready.values()) >= part_bytes: write()
-    if self.ready: write()
-    return names
-
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c00f
-def _load_progress(work, job) -> dict:
+def _load_progress(work:Path, job:dict) -> dict:
+    "What an interrupted call has done; of another job nothing."
     file = work/"progress.json"
     state = json.loads(file.read_text()) if file.is_file() else {}
     if state.get("job") == job: return state
@@ -137,28 +177,34 @@ def _load_progress(work, job) -> dict:
     work.mkdir(parents=True)
     return dict(job=job, done={}, left="")
 
-def _save_progress(work, state, waiting, number):
+def _save_progress(work:Path, state:dict, waiting:dict, number:int):
+    "Write down what is done after a file; tensors that wait come first."
     state["left"] = f"left-{number:05}.safetensors" if waiting else ""
-    if waiting: _save(waiting, work/state["left"])
+    if waiting:
+        _save(waiting, work/state["left"])
     write_atomic(work/"progress.json", json.dumps(state, indent=1).encode())
     for p in work.glob("left-*.safetensors"):
-        if p.name != state["left"]: p.unlink()
+        if p.name != state["left"]:
+            p.unlink()
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c010
 def quantize_checkpoint(
-    cls, # a diffusers or transformers model class
-    shards, # `LocalShards` or the like
-    out, # new folder; it appears when it is complete
+    cls:Any, # a diffusers or transformers model class
+    shards:"LocalShards|ShardDownloader",
+    out:str|Path, # new folder; it appears when it is complete
     quantization:str, # a key of `QUANTIZATIONS` that can be saved
-    dtype, # of the other weights, and of computation
-    device="cpu",
-    sets=None, table_dtype=None, # of times whose rows replace the modulation layers; default `dtype`
+    dtype:torch.dtype, # of the other weights, and of computation
+    device:str|torch.device="cpu",
+    sets:Iterable|None=None, # of times whose rows replace the modulation layers
+    table_dtype:torch.dtype|None=None, # of these rows; default `dtype`
     hash_files:bool=False, # record digests of whole files, for cache keys?
     part_bytes:int=10**9, # of a written file, about
 ) -> Path: # `out`
     "Quantize a component into another folder. After an interruption, call it again to continue."
     from safetensors.torch import load_file
-    out, sets, table_dtype = Path(out), [tuple(t) for t in sets or ()], table_dtype or dtype
+    out = Path(out)
+    sets = [tuple(t) for t in sets or ()]
+    table_dtype = table_dtype or dtype
     if out.is_dir(): return out
     job = dict(kind=check_serializable(quantization), dtype=dtype_name(dtype), part_bytes=part_bytes,
                table_dtype=dtype_name(table_dtype), sets=[list(t) for t in sets], told=shards.fingerprint)
@@ -166,16 +212,21 @@ def quantize_checkpoint(
     state = _load_progress(work, job)
     quantizer = ShardQuantizer(cls, shards.folder, quantization, dtype, device, sets, table_dtype,
                                work/"rows")
-    for key, t in load_file(work/state["left"]).items() if state["left"] else ():
-        (quantizer.add_modulation if sets and uses_modulation([key]) else quantizer.add)(key, t)
+    left = load_file(work/state["left"]) if state["left"] else {}
+    for key, tensor in left.items():
+        if sets and uses_modulation([key]):
+            quantizer.add_modulation(key, tensor)
+        else:
+            quantizer.add(key, tensor)
     bar = Progress(len(shards.names), f"{out.name} as {quantization}", len(state["done"]))
     for number, name in enumerate(_shard_order(shards)):
         if name not in state["done"]:
             path = shards.get(name)
             files = quantizer.quantize_file(path, work, number, part_bytes)
-            facts = dict(bytes=path.stat().st_size,
+            facts: dict[str, Any] = dict(bytes=path.stat().st_size,
                          sampled=cached_file_property(path, "sampled digest", sampled_digest))
-            if hash_files: facts["sha256"] = file_digest(path)
+            if hash_files:
+                facts["sha256"] = file_digest(path)
             state["done"][name] = dict(files=files, facts=facts)
             _save_progress(work, state, quantizer.waiting(), number)
             bar.update()
@@ -184,51 +235,76 @@ def quantize_checkpoint(
     return _finish(work, out, shards.folder, state, quantizer)
 
 # %% ../../nbs/models/06_prequantize.ipynb #2d939d85
-def _finish(work, out, folder, state, quantizer) -> Path:
+def _finish(work:Path, out:Path, folder:Path, state:dict, quantizer:ShardQuantizer) -> Path: # `out`
+    "Check that the copy is complete, describe it, and give it its name."
     from safetensors import safe_open
-    job, found = state["job"], set()
+    job = state["job"]
+    found: set[str] = set()
     files = [n for s in state["done"].values() for n in s["files"]]
     for n in files:
-        with safe_open(work/n, "pt") as f: found |= set(f.keys())
+        with safe_open(work/n, "pt") as f:
+            found |= set(f.keys())
     check_missing(folder, sorted(quantizer.expected - found))
     for p in folder.iterdir():
-        if p.suffix in CONFIG_FILES and not p.name.endswith(".index.json"): shutil.copyfile(p, work/p.name)
+        if p.suffix in CONFIG_FILES and not p.name.endswith(".index.json"):
+            shutil.copyfile(p, work/p.name)
     origin = {k: job[k] for k in ("kind", "dtype", "table_dtype")} | dict(
         format="qie_nb-stored-1", table=bool(quantizer.table), weights=files,
         files={n: s["facts"] for n, s in state["done"].items()})
     write_atomic(work/ORIGIN, json.dumps(origin, indent=1).encode())
-    if quantizer.table: quantizer.pack_rows(transformer_digest(work), work/"modulation")
-    for p in (*work.glob("left-*"), work/"progress.json"): p.unlink(missing_ok=True)
+    if quantizer.table:
+        quantizer.pack_rows(transformer_digest(work), work/"modulation")
+    for p in (*work.glob("left-*"), work/"progress.json"):
+        p.unlink(missing_ok=True)
     shutil.rmtree(work/"rows", ignore_errors=True)
     return work.rename(out)
 
 # %% ../../nbs/models/06_prequantize.ipynb #7c20c015
-def quantized_bytes(cls, folder, quantization:str, dtype, table:bool=False) -> int:
-    "Bytes of a quantized component to 1 %; `table`: without modulation layers."
+def quantized_bytes(
+    cls:Any, # a diffusers or transformers model class
+    folder:str|Path, # with the component's config.json
+    quantization:str|None, # a key of `QUANTIZATIONS`
+    dtype:torch.dtype, # of the other weights
+    table:bool=False, # without the modulation layers?
+) -> int:
+    "Bytes of a quantized component, to 1 %."
     model = empty_model(cls, folder, dtype)
     taken = {f"{n}.weight" for n in quantizable_layers(model)} if quantization else set()
-    gone = lambda n: table and "time_text_embed" not in n and uses_modulation([n])
-    width = lambda n, p: QUANTIZATIONS[quantization].bits / 8 if n in taken else p.element_size()
-    return round(sum(p.numel() * width(n, p) for n, p in model.named_parameters() if not gone(n)))
+    total = 0.
+    for name, parameter in model.named_parameters():
+        if table and "time_text_embed" not in name and uses_modulation([name]): continue
+        width: float = parameter.element_size()
+        if quantization and name in taken:
+            width = QUANTIZATIONS[quantization].bits / 8
+        total += parameter.numel() * width
+    return round(total)
 
-def modulation_table_bytes(sets, config:dict, dtype) -> int:
-    "Bytes of the modulation table of sets of times; `config` is the transformer's."
-    table = ModulationTable("0" * 16, dtype, config["num_layers"])
+def modulation_table_bytes(
+    sets:Iterable, # of times
+    config:dict, # the transformer's config.json
+    dtype:torch.dtype, # of the rows
+) -> int:
+    "Bytes of the modulation table of sets of times."
+    unknown = "0" * 16 # a digest has as many digits
+    table = ModulationTable(unknown, dtype, config["num_layers"])
     dim = config["num_attention_heads"] * config["attention_head_dim"]
     return sum(sum(table.missing_entries(t, dim)) for t in sets)
 
 # %% ../../nbs/models/06_prequantize.ipynb #b8df76f9
-def _copied_components(components, encoders:bool) -> dict: # {component: quantization, or None}
+def _copied_components(components:"EditModel", encoders:bool) -> dict: # {component: quantization, or None}
     "Raises ValueError if a prequantized copy cannot be made."
     if any(source_checkpoint(components.place_of(n)) for n in ("transformer", "text_encoder")):
         raise ValueError(f"{components.name!r} is a prequantized copy already; use it as it is")
-    out, leave = {}, ", or leave the encoders out (encoders=False)"
-    for n in ("transformer", "text_encoder")[:1 + encoders]:
-        key = f"model.{'text_encoder_' * (n == 'text_encoder')}quantize"
+    settings = {"transformer": "model.quantize"}
+    if encoders:
+        settings["text_encoder"] = "model.text_encoder_quantize"
+    out = {}
+    for n, key in settings.items():
         out[n] = check_serializable(components.quantize.get(n), key)
         if not out[n]:
+            leave = ", or leave the encoders out (encoders=False)" if n == "text_encoder" else ""
             raise ValueError(f"`{key}` is none, but a prequantized copy needs eight or four bits; set it, "
-                             f"e.g. to {advised('4 bits')}{leave * (n == 'text_encoder')}")
+                             f"e.g. to {advised('4 bits')}{leave}")
     components.check(*out)
     plain = ["scheduler"]
     if encoders:
@@ -237,11 +313,11 @@ def _copied_components(components, encoders:bool) -> dict: # {component: quantiz
 
 # %% ../../nbs/models/06_prequantize.ipynb #7e50c007
 def save_prequantized(
-    components,
-    folder, # new, or that of an interrupted call
-    table_sets=None, # function of a dtype: sets of times of the table; None: keep the layers
+    components:"EditModel",
+    folder:str|Path, # new, or that of an interrupted call
+    table_sets:Callable[[torch.dtype], Mapping]|None=None, # function of a dtype: sets of times of the table; None: keep the layers
     encoders:bool=True, # the VAE, text encoder, tokenizer and processor too?
-    table_dtype=None, # default the checkpoint's
+    table_dtype:torch.dtype|None=None, # default the checkpoint's
     part_bytes:int=10**9, # as for `quantize_checkpoint`
 ) -> Path: # `folder`
     "Write a model's prequantized copy. Neither memory nor disk ever holds the full model."
@@ -249,22 +325,26 @@ def save_prequantized(
     c = components
     if (folder/"prequantized.json").is_file():
         raise ValueError(f"`folder` {str(folder)!r} has a complete copy; use another folder")
-    quantizations, shards = _copied_components(c, encoders), c.shards("transformer")
+    quantizations = _copied_components(c, encoders)
+    shards = c.shards("transformer")
     own = stored_dtype(shards.get(shards.names[0])) or c.dtype
     table_dtype = table_dtype or own
-    sets = table_sets(table_dtype) if table_sets else {}
+    sets: Mapping = table_sets(table_dtype) if table_sets else {}
     todo = [n for n, q in quantizations.items() if q and not (folder/n).is_dir()]
-    _check_room(c, folder, todo, sets, table_dtype, min((c.dtype, own), key=lambda d: d.itemsize))
+    _check_room(c, folder, todo, sets, table_dtype, min((c.dtype, own), key=attrgetter("itemsize")))
     folder.mkdir(parents=True, exist_ok=True)
     for n in todo:
-        cls, base = component_class(c.folder, n)[1], n == "transformer"
+        _, cls = component_class(c.folder, n)
+        base = n == "transformer"
         quantize_checkpoint(cls, c.shards(n), folder/n, quantizations[n], c.dtype, c.devices.get(n, "cpu"),
                             sets if base else None, table_dtype, not base, part_bytes)
     for n, q in quantizations.items():
-        if not q: shutil.copytree(c.folder_of(n)/n, folder/n, dirs_exist_ok=True,
-                                  ignore=shutil.ignore_patterns("*.bin", "*.pt"))
+        if not q:
+            shutil.copytree(c.folder_of(n)/n, folder/n, dirs_exist_ok=True,
+                            ignore=shutil.ignore_patterns("*.bin", "*.pt"))
     for n in ("model_index.json", "qie_nb.json"):
-        if (c.folder/n).is_file(): shutil.copyfile(c.folder/n, folder/n)
+        if (c.folder/n).is_file():
+            shutil.copyfile(c.folder/n, folder/n)
     about = dict(model=c.name, revision=c.revision, components=quantizations)
     write_atomic(folder/"prequantized.json", json.dumps(about, indent=1).encode())
     size = format_bytes(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
@@ -272,18 +352,33 @@ def save_prequantized(
     return folder
 
 # %% ../../nbs/models/06_prequantize.ipynb #51d94d21
-def _check_room(c, folder, todo, sets, table_dtype, dtype): # dtype: of plain weights
-    sizes, table = {}, 0
+def _check_room(
+    c:"EditModel",
+    folder:Path, # of the copy
+    todo:Sequence[str], # components that are quantized
+    sets:Mapping, # of times of the table
+    table_dtype:torch.dtype,
+    dtype:torch.dtype, # of plain weights
+):
+    "Print the size of the copy. Raises OSError if the disk is too small."
+    sizes = {}
+    table = 0
     for n in todo:
         config = c.shards(n).folder
         sizes[n] = quantized_bytes(component_class(c.folder, n)[1], config, c.quantize[n], dtype, bool(sets))
         if n == "transformer" and sets:
             settings = json.loads((config/"config.json").read_text())
-            table = sizes["modulation table"] = modulation_table_bytes(sets, settings, table_dtype)
-    need, free = sum(sizes.values()) + table, detect_environment().free_space(folder, free_bytes)
-    for n in filter(c.downloads, todo): c.hub.check_disk_space(n, need)
+            table = modulation_table_bytes(sets, settings, table_dtype)
+            sizes["modulation table"] = table
+    need = sum(sizes.values()) + table
+    free = detect_environment().free_space(folder, free_bytes)
+    for n in todo:
+        hub = c.source_of(n)
+        if hub is not None:
+            hub.check_disk_space(n, need)
     parts = ", ".join(f"{n} {format_bytes(size)}" for n, size in sizes.items())
     if need > free:
         raise OSError(f"{str(folder)!r} has {format_bytes(free)} free, but the copy needs "
                       f"{format_bytes(need)} ({parts}, the table twice); choose a larger disk")
-    if parts: print(f"prequantized copy: {parts}; {format_bytes(free)} free", flush=True)
+    if parts:
+        print(f"prequantized copy: {parts}; {format_bytes(free)} free", flush=True)

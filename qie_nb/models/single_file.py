@@ -13,9 +13,12 @@ import json, math, os, re
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 from ..core.environment import own_home
 from ..core.files import typed_path
@@ -131,7 +134,8 @@ def layer_formats(
 ) -> dict: # {layer: settings of its quantization}
     """What a file says of its quantized layers. Sources: ComfyUI, comfy/utils.py
     (convert_old_quants) and comfy/ops.py (_load_quantized_module)."""
-    tensors, out = header.tensors, {}
+    tensors = header.tensors
+    out: dict[str, dict] = {} # {layer: settings}
     stated = header.metadata.get("_quantization_metadata")
     try:
         if stated:
@@ -143,7 +147,8 @@ def layer_formats(
                 layer = name.removesuffix(".scale_weight")
                 if layer != name:
                     weight = tensors.get(f"{layer}.weight")
-                    out[layer] = dict(format=of_dtype.get(weight and weight.dtype, "float8_e4m3fn"))
+                    stored = weight.dtype if weight else ""
+                    out[layer] = dict(format=of_dtype.get(stored, "float8_e4m3fn"))
         told = [name for name in tensors if name.endswith(".comfy_quant")]
         with open(path, "rb") as f:
             for name in told:
@@ -283,7 +288,8 @@ class SingleFile:
         rotated = any(scaled.group for scaled in self.scaled.values())
         return most + (", scaled" if self.scaled else "") + (", rotated" if rotated else "")
 
-    def __repr__(self): return f"{self.path.name}: {self.size / 1e9:.1f} GB, {self.format}"
+    def __repr__(self):
+        return f"{self.path.name}: {self.size / 1e9:.1f} GB, {self.format}"
 
     def check(self,
         expected:dict, # {name: shape} of the model, e.g. of `expected_shapes`
@@ -366,9 +372,9 @@ class SingleFileReader(FileReader):
         super().__init__(file.path, {name: file.tensors[name] for name in file.names})
         self.file = file
 
-    def get_slice(self, name:str) -> FileSlice | ScaledSlice:
+    def get_slice(self, name:str) -> FileSlice|ScaledSlice:
         "A tensor that is read where it is indexed."
-        weight = super().get_slice(name)
+        weight = FileSlice(self.path, self.tensors[name])
         scaled = self.file.scaled.get(name)
         if scaled is None:
             return weight
@@ -380,7 +386,7 @@ _FOREIGN_NAME = re.compile(rf"^{re.escape(PREFIX)}|\.comfy_quant$|\.scale_weight
 
 def open_weights(
     path:Path, # a safetensors file, of a model folder or a single one
-) -> object: # as of safetensors' `safe_open`
+) -> "FileReader|safe_open":
     "Open a file of weights. A large one is not mapped, and ComfyUI's names and scales are translated."
     from safetensors import safe_open
     path = Path(path)

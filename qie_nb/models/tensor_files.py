@@ -9,9 +9,12 @@ __all__ = ['MOST_HEADER', 'AGAIN', 'TRANSFORMER', 'TEXT_ENCODER', 'DTYPES', 'Fil
 # %% ../../nbs/models/01_tensor_files.ipynb #bc790e91
 import json, math
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.models.single_file import ScaledSlice
 
 # %% ../../nbs/models/01_tensor_files.ipynb #479837bf
 MOST_HEADER = 100_000_000 # bytes, safetensors' own limit
@@ -135,7 +138,7 @@ class FileSlice:
         "Bytes of the file as a tensor."
         dtype = DTYPES[self.stored.dtype]
         out = torch.empty(shape, dtype=dtype)
-        data = out.reshape(-1).view(torch.uint8).numpy()
+        data = out.reshape(-1).view(torch.uint8).numpy().data
         with open(self.path, "rb", buffering=0) as f:
             f.seek(begin)
             done = 0
@@ -164,7 +167,8 @@ class FileReader:
         self.path = path
         self.tensors = tensors
 
-    def __enter__(self): return self
+    def __enter__(self):
+        return self
 
     def __exit__(self, *error):
         "Nothing is open."
@@ -173,7 +177,7 @@ class FileReader:
         "Names of the tensors, as `safe_open` sorts them."
         return sorted(self.tensors)
 
-    def get_slice(self, name:str) -> FileSlice:
+    def get_slice(self, name:str) -> "FileSlice|ScaledSlice":
         "A tensor that is read where it is indexed."
         return FileSlice(self.path, self.tensors[name])
 

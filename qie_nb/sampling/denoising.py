@@ -9,9 +9,10 @@ __all__ = ['SCHEDULES', 'sampling_schedule', 'start_noise', 'denoise', 'output_s
 
 # %% ../../nbs/sampling/00_denoising.ipynb #2ece43d2
 import math, re, time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -26,16 +27,17 @@ from ..models.variants.text_to_image import QWEN_IMAGE
 
 # %% ../../nbs/sampling/00_denoising.ipynb #09ea36c5
 def sampling_schedule(
-    scheduler, # FlowMatchEulerDiscreteScheduler; only its config is read
+    scheduler:Any, # FlowMatchEulerDiscreteScheduler; only its config is read
     steps:int,
     tokens:int, # of the target, packed
-    device="cpu",
+    device:str|torch.device="cpu",
     overrides:dict|None=None, # changes of the scheduler's config
     variant:Variant=QWEN_IMAGE,
 ): # a new scheduler with its timesteps set
     "Noise levels from 1 to 1/steps, shifted for the image's size as in the pipelines."
     config = scheduler.config
-    if unknown := [k for k in overrides or {} if k not in config]:
+    unknown = [k for k in overrides or {} if k not in config]
+    if unknown:
         raise ValueError(f"`scheduler_overrides` has {unknown[0]!r}, which {type(scheduler).__name__} does "
                          f"not know; its settings are {', '.join(k for k in config if k[0] != '_')}")
     own = type(scheduler).from_config(config, **(overrides or {}))
@@ -49,7 +51,7 @@ def sampling_schedule(
     return own
 
 # %% ../../nbs/sampling/00_denoising.ipynb #e8a2c6d3
-def start_noise(shape, seed, generator, device, dtype) -> torch.Tensor: # [B, C, 1, h, w]
+def start_noise(shape:tuple, seed:int, generator:torch.Generator|None, device:str|torch.device, dtype:torch.dtype) -> torch.Tensor: # [B, C, 1, h, w]
     "Noise as the pipelines draw it: [B, 1, C, h, w] on the generator's device."
     from diffusers.utils.torch_utils import randn_tensor
     g = generator or torch.Generator("cpu").manual_seed(seed)
@@ -58,42 +60,51 @@ def start_noise(shape, seed, generator, device, dtype) -> torch.Tensor: # [B, C,
 # %% ../../nbs/sampling/00_denoising.ipynb #e8a2c601
 @torch.no_grad()
 def denoise(
-    transformer,
-    scheduler, # from `sampling_schedule`
+    transformer:Any,
+    scheduler:Any, # from `sampling_schedule`
     noise:torch.Tensor, # [B, C, 1, h, w], standard normal
-    controls, # list of [B, C, 1, h, w]
-    cond, # (embeds [B, L, D], mask or None) of the prompt
-    uncond=None, # the same of the negative prompt; None for no guidance
+    controls:Sequence[torch.Tensor], # list of [B, C, 1, h, w]
+    cond:tuple, # (embeds [B, L, D], mask or None) of the prompt
+    uncond:tuple|None=None, # the same of the negative prompt; None for no guidance
     true_cfg_scale:float=4.0, # 1 means no guidance
-    on_step=None, # called with (step, steps, latents)
-    on_estimate=None, # called with (step, steps, function that returns the expected final latents)
+    on_step:Callable|None=None, # called with (step, steps, latents)
+    on_estimate:Callable|None=None, # called with (step, steps, function that returns the expected final latents)
     variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [B, C, 1, h, w]
     "The sampling loop of the edit pipelines."
     B, _, _, h, w = noise.shape
-    x, ctrl, steps = variant.pack(noise), [variant.pack(c) for c in controls], len(scheduler.timesteps)
+    x = variant.pack(noise)
+    ctrl = [variant.pack(c) for c in controls]
+    steps = len(scheduler.timesteps)
     places = variant.token_positions((h, w), [c.shape[-2:] for c in controls], B)
     times = scheduler.timesteps.cpu()
+
+    def predict(n:int, text:tuple) -> torch.Tensor:
+        embeds, mask = text
+        return variant.velocity(transformer, x, ctrl, times[n].expand(B), embeds, mask, places)
     for n, t in enumerate(scheduler.timesteps):
-        predict = lambda text: variant.velocity(transformer, x, ctrl, times[n].expand(B), *text, places)
-        v = predict(cond)
-        if uncond is not None and true_cfg_scale > 1: v = variant.guided(v, predict(uncond), true_cfg_scale)
+        v = predict(n, cond)
+        if uncond is not None and true_cfg_scale > 1:
+            v = variant.guided(v, predict(n, uncond), true_cfg_scale)
         x = scheduler.step(v, t, x, return_dict=False)[0]
-        if on_step: on_step(n + 1, steps, variant.unpack(x, h, w))
+        if on_step:
+            on_step(n + 1, steps, variant.unpack(x, h, w))
         if on_estimate:
             on_estimate(n + 1, steps, lambda: variant.unpack(x - scheduler.sigmas[n + 1] * v, h, w))
     return variant.unpack(x, h, w)
 
 # %% ../../nbs/sampling/00_denoising.ipynb #00de9ed0
 def output_size(
-    first, # (width, height) of the first control image
+    first:tuple, # (width, height) of the first control image
     area:int, # pixels, used if height or width is not given
-    height:int|None=None, width:int|None=None, # pixels
+    height:int|None=None, # pixels
+    width:int|None=None, # pixels
     multiple:int=16, # VAE factor * 2
 ) -> tuple: # (width, height)
     "Size as given, otherwise the first image's aspect at `area`. Raises ValueError if a side is no multiple."
     w, h = calculate_dimensions(area, first[0] / first[1])
-    w, h = w if width is None else width, h if height is None else height
+    w = w if width is None else width
+    h = h if height is None else height
     for name, side in (("width", w), ("height", h)):
         if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
             raise ValueError(f"`{name}` must be a whole number of pixels, got {side!r}; write it without quotes")
@@ -123,14 +134,15 @@ SCHEDULES = dict(none=SamplingSchedule("none"), lightning=SamplingSchedule("ligh
     time_shift_type="exponential")))
 
 # %% ../../nbs/sampling/00_denoising.ipynb #2e6f0186
-def as_schedule(value, where:str="`schedule`") -> SamplingSchedule: # where: for messages
+def as_schedule(value:Any, where:str="`schedule`") -> SamplingSchedule: # where: for messages
     "From a name in `SCHEDULES` or a dict of fields. Raises ValueError."
     if isinstance(value, SamplingSchedule): return value
     if isinstance(value, str) and value in SCHEDULES: return SCHEDULES[value]
     if not isinstance(value, dict):
         raise ValueError(
             f"{where} must be one of {', '.join(SCHEDULES)}, or a dict with steps, got {value!r}")
-    try: return SamplingSchedule(**value)
+    try:
+        return SamplingSchedule(**value)
     except ValidationError as e:
         wrong = e.errors()[0]
         raise ValueError(f"{where} has {'.'.join(map(str, wrong['loc'][:2]))!r}: {wrong['msg']}") from None
@@ -138,37 +150,43 @@ def as_schedule(value, where:str="`schedule`") -> SamplingSchedule: # where: for
 # %% ../../nbs/sampling/00_denoising.ipynb #039b0608
 _LIGHTNING = re.compile(r"lightning.*?(?<!\d)(\d{1,2})[-_ ]?steps?(?![a-z])", re.IGNORECASE)
 
-def steps_in_name(path): # int, or None for other files
+def steps_in_name(
+    path:object, # of a LoRA
+) -> int|None: # None for other files
     "Sampling steps in a Lightning LoRA's file name."
     found = _LIGHTNING.search(Path(str(path)).name)
     return int(found[1]) if found else None
 
 # %% ../../nbs/sampling/00_denoising.ipynb #039b0601
 def pick_schedule(
-    wanted, # as in `as_schedule`; None or auto: from the adapters in use
-    adapters=(), # (path, metadata) of those in use, in order
+    wanted:Any, # as in `as_schedule`; None or auto: from the adapters in use
+    adapters:Iterable=(), # (path, metadata) of those in use, in order
 ) -> tuple: # (SamplingSchedule, why)
     "The schedule to sample with, and the reason."
-    path, steps = next(((p, n) for p, _ in adapters if (n := steps_in_name(p))), ("", None))
-    named = steps and replace(SCHEDULES["lightning"], steps=steps)
-    if wanted == "lightning" and steps:
+    adapters = list(adapters)
+    path = next((p for p, _ in adapters if steps_in_name(p)), "")
+    steps = steps_in_name(path)
+    named = replace(SCHEDULES["lightning"], steps=steps) if steps else None
+    if wanted == "lightning" and named:
         return named, f"asked for; {Path(path).name} was made for {steps} steps"
     if wanted not in (None, "auto"): return as_schedule(wanted), "asked for"
     for p, info in adapters:
-        if own := info.get("schedule"):
+        own = info.get("schedule")
+        if own:
             return as_schedule(own, f"`schedule` of LoRA {str(p)!r}"), f"in the header of {Path(p).name}"
-    return (named, f"in the name of {Path(path).name}") if steps else (SCHEDULES["none"], "the model's own")
+    if named: return named, f"in the name of {Path(path).name}"
+    return SCHEDULES["none"], "the model's own"
 
 # %% ../../nbs/sampling/00_denoising.ipynb #b8ae5414
 def sampling_text(
     steps:int,
     true_cfg_scale:float, # 1: no guidance
-    file:object=None, # LoRA for few steps
+    file:str|Path|None=None, # LoRA for few steps
 ) -> str:
     "The sampling of an image, for its caption."
     guidance = f"guidance {true_cfg_scale:g}" if true_cfg_scale > 1 else "no guidance"
     added = f", with {Path(file).name}" if file else ""
-    return f"{steps} step{'s' * (steps != 1)}, {guidance}{added}"
+    return f"{steps} step{'s' if steps != 1 else ''}, {guidance}{added}"
 
 # %% ../../nbs/sampling/00_denoising.ipynb #098d199b
 def small_latents(z:torch.Tensor, most:int=64) -> torch.Tensor:
@@ -177,25 +195,33 @@ def small_latents(z:torch.Tensor, most:int=64) -> torch.Tensor:
     return z if k == 1 else torch.nn.functional.avg_pool2d(z[:, :, 0], k)[:, :, None]
 
 # %% ../../nbs/sampling/00_denoising.ipynb #ed1318eb
-def preview_display(): # function of (step, steps, image), or None outside interactive notebooks
+def preview_display() -> Callable|None: # of (step, steps, image); None outside interactive notebooks
     "Display images, each replacing the previous one."
     if kernel() is None or not is_interactive(): return None
     from IPython.display import display
-    handles = []
-    def show(step, steps, image):
+    handles: list[Any] = []
+
+    def show(step:int, steps:int, image:np.ndarray):
         im = Image.fromarray(image)
-        if handles: handles[0].update(im)
-        else: handles.append(display(im, display_id=True))
+        if handles:
+            handles[0].update(im)
+        else:
+            handles.append(display(im, display_id=True))
     return show
 
 # %% ../../nbs/sampling/00_denoising.ipynb #be31b1ab
+def _no_vae() -> None:
+    "There is no VAE for previews."
+
 class EditProgress:
     "Progress and previews of a call; batch runs print lines only if the work takes long."
     def __init__(self,
         total:int, # sampling steps of all edits
         what:str="predict", # name of the work
-        progress:bool=True, preview=None, every:int=4, # as in `Predictor.predict`
-        vae=lambda: None, # returns the VAE, or None if it is not loaded
+        progress:bool=True, # this and the next two as in `Predictor.predict`
+        preview:Any=None,
+        every:int=4,
+        vae:Callable[[], Any]=_no_vae, # returns the VAE, or None if it is not loaded
         variant:Variant=QWEN_IMAGE,
         after:float=5., # seconds before the first line of a batch run
     ):
@@ -204,26 +230,42 @@ class EditProgress:
                              f"image), got {preview!r}")
         if type(every) is not int or every < 1:
             raise ValueError(f"`preview_every` must be a whole number of 1 or more, got {every!r}")
-        self.total, self.what, self.progress, self.vae, self.after = total, what, progress, vae, after
+        self.total = total
+        self.what = what
+        self.progress = progress
+        self.vae = vae
+        self.after = after
         self.variant = variant
-        self.n, self.start, self.bar = 0, time.time(), None
-        self.show = preview if callable(preview) else preview_display() if preview else None
+        self.n = 0 # steps that are done
+        self.start = time.time()
+        self.bar: Progress|None = None
+        self.show = preview if callable(preview) else None
+        if self.show is None and preview:
+            self.show = preview_display()
         self.every = preview if type(preview) is int and preview else every
 
     def step(self):
+        "Count a step, and show the bar once the work takes long."
         self.n += 1
         long = self.n < self.total and time.time() - self.start > self.after
         if self.progress and self.bar is None and (long or is_interactive()):
             self.bar = Progress(self.total, self.what, start=self.n - 1)
-            self.bar.start, self.bar.t0 = 0, self.start # its rate counts all steps
-        if self.bar is not None: self.bar.update()
+            self.bar.start = 0
+            self.bar.t0 = self.start # its rate counts all steps
+        if self.bar is not None:
+            self.bar.update()
 
-    def estimate(self, n, steps, get): # `on_estimate` of `denoise`
-        if self.show is None or n % self.every and n < steps or (vae := self.vae()) is None: return
+    def estimate(self, n:int, steps:int, get:Callable[[], torch.Tensor]):
+        "Show a preview: `on_estimate` of `denoise`."
+        if self.show is None or n % self.every and n < steps: return
+        vae = self.vae()
+        if vae is None: return
         self.show(n, steps, self.variant.decode_latents(vae, small_latents(get()))[0])
 
     def close(self):
-        if self.bar is not None: self.bar.close()
+        "Finish the bar."
+        if self.bar is not None:
+            self.bar.close()
 
 # %% ../../nbs/sampling/00_denoising.ipynb #4b56e52f
 def is_image(x:np.ndarray) -> bool:

@@ -10,14 +10,21 @@ __all__ = ['as_image', 'images_of', 'at_size', 'side_by_side', 'shown_control', 
 
 # %% ../../nbs/sampling/01_edits.ipynb #0b475728
 import json, math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
+
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
+    from qie_nb.encoding.encoder import Encoder
+    from qie_nb.trainer import QwenImageEditTrainer
 
 from ..cache import EmbeddingCacheManager
 from ..core.files import path_from
@@ -44,12 +51,14 @@ def _image_file(path:str|Path) -> Path:
     if not file.is_file(): raise ValueError(f"image {str(path)!r} is no regular file; give an image file")
     return file
 
-def as_image(given) -> Image.Image: # RGB, upright
+def as_image(given:Any) -> Image.Image: # RGB, upright
     "A path, PIL image or uint8 array, also grey or transparent. Raises ValueError for anything else."
     if isinstance(given, np.ndarray):
-        if given.ndim == 3 and given.shape[2] == 1: given = given[:, :, 0]
+        if given.ndim == 3 and given.shape[2] == 1:
+            given = given[:, :, 0]
         right = given.dtype == np.uint8 and (given.ndim == 2 or given.ndim == 3 and given.shape[2] in (3, 4))
-    else: right = isinstance(given, (str, bytes, Image.Image)) or hasattr(given, "read_bytes")
+    else:
+        right = isinstance(given, (str, bytes, Image.Image)) or hasattr(given, "read_bytes")
     if isinstance(given, (str, Path)):
         given = _image_file(given)
     if not right:
@@ -65,7 +74,7 @@ def as_image(given) -> Image.Image: # RGB, upright
             print(why)
     return image
 
-def images_of(given) -> list: # PIL images
+def images_of(given:Any) -> list: # PIL images
     "The control images of one edit, from one or a list; none for text-to-image."
     if given is None: return []
     several = given if isinstance(given, (list, tuple)) else [given]
@@ -73,18 +82,25 @@ def images_of(given) -> list: # PIL images
     return [as_image(p) for p in several]
 
 # %% ../../nbs/sampling/01_edits.ipynb #34df9988
-def at_size(image, like) -> np.ndarray: # PIL image or uint8 [H, W, 3]; uint8 at the other's size
+def at_size(image:Image.Image|np.ndarray, like:np.ndarray) -> np.ndarray: # PIL image or uint8 [H, W, 3]; uint8 at the other's size
+    "An image as uint8 [H, W, 3] at the size of another."
     im = image if isinstance(image, Image.Image) else Image.fromarray(image)
     im = im.convert("RGB")
     size = like.shape[1::-1]
     return np.asarray(im if im.size == size else im.resize(size, Image.Resampling.LANCZOS))
 
-def side_by_side(images, height:int) -> np.ndarray: # uint8 [H, W, 3], at one height
-    images = images or [Image.new("RGB", (height, height), "white")] # text-to-image
-    size = lambda p: (max(1, round(p.width * height / p.height)), height)
-    return np.concatenate([np.asarray(p.resize(size(p))) for p in images], 1)
+def side_by_side(
+    images:Sequence[Image.Image], # none: text-to-image
+    height:int, # pixels
+) -> np.ndarray: # uint8 [H, W, 3]
+    "Images at one height in a row; a white square without one."
+    shown = []
+    for image in images or [Image.new("RGB", (height, height), "white")]:
+        width = max(1, round(image.width * height / image.height))
+        shown.append(np.asarray(image.resize((width, height))))
+    return np.concatenate(shown, 1)
 
-def shown_control(images, like:np.ndarray) -> np.ndarray: # PIL images; uint8 [H, W, 3]
+def shown_control(images:Sequence, like:np.ndarray) -> np.ndarray: # PIL images; uint8 [H, W, 3]
     "One control image in the edit's shape, as it is trained; several side by side at its height."
     return at_size(images[0], like) if len(images) == 1 else side_by_side(images, like.shape[0])
 
@@ -96,7 +112,9 @@ def spread(n:int, of:int) -> list: # positions
     places = np.linspace(0, of - 1, min(n, of)).round().astype(int)
     return sorted(set(places.tolist()))
 
-def printable_text(text:str) -> str: return "".join(c if c.isprintable() else " " for c in text)
+def printable_text(text:str) -> str:
+    "A text with spaces for line breaks and other characters that cannot be shown."
+    return "".join(c if c.isprintable() else " " for c in text)
 
 # %% ../../nbs/sampling/01_edits.ipynb #38afc5b3
 @dataclass(eq=False)
@@ -107,14 +125,15 @@ class Edit:
     negative: str
     size: tuple # (width, height) of the result
     seed: int = 0
-    generator: object = None
+    generator: torch.Generator|None = None
 
 _TYPES = dict(prompt="a string, or a list of strings for several edits", negative_prompt="a string",
               seed="a whole number, 0 or more", generator="a torch.Generator")
 
 # %% ../../nbs/sampling/01_edits.ipynb #38afc501
 def _each(name, value, n, types) -> list: # a value for each of `n` edits, from one or a list
-    if not isinstance(value, (list, tuple)): value = [value] * n
+    if not isinstance(value, (list, tuple)):
+        value = [value] * n
     if len(value) != n:
         raise ValueError(f"`{name}` has {len(value)} entries for {n} prompts; give one for all or one each")
     for v in value:
@@ -123,7 +142,7 @@ def _each(name, value, n, types) -> list: # a value for each of `n` edits, from 
     return list(value)
 
 # %% ../../nbs/sampling/01_edits.ipynb #38afc502
-def seeds_of(seed, n:int) -> list: # an int for each of `n` edits
+def seeds_of(seed:Any, n:int) -> list: # an int for each of `n` edits
     "Seeds from one or a list; torch's generators take 63 bits. Raises ValueError."
     seeds = [int(s) for s in _each("seed", seed, n, (int, np.integer))]
     for s in seeds:
@@ -131,7 +150,7 @@ def seeds_of(seed, n:int) -> list: # an int for each of `n` edits
     return seeds
 
 # %% ../../nbs/sampling/01_edits.ipynb #38afc503
-def _image_sets(prompt_image, n, several) -> list: # n lists of images
+def _image_sets(prompt_image:Any, n, several) -> list: # n lists of images
     if not several: return [images_of(prompt_image)]
     if not isinstance(prompt_image, (list, tuple)): return [images_of(prompt_image)] * n
     if len(prompt_image) != n:
@@ -140,7 +159,7 @@ def _image_sets(prompt_image, n, several) -> list: # n lists of images
     return [images_of(p) for p in prompt_image]
 
 # %% ../../nbs/sampling/01_edits.ipynb #9dede750
-def factor_of(components) -> int: # image pixels per latent pixel
+def factor_of(components:"EditModel") -> int: # image pixels per latent pixel
     "The VAE's factor, without loading the VAE. Raises FileNotFoundError if the model has none."
     shape = components.variant.vae_shape
     if "vae" in components.loaded: return shape(components.loaded["vae"].config).factor
@@ -150,35 +169,38 @@ def factor_of(components) -> int: # image pixels per latent pixel
 
 # %% ../../nbs/sampling/01_edits.ipynb #9dede701
 def make_edits(
-    components, geometry, # of the control images; nothing is built
-    prompt_image, # an image, a list of them, or with several prompts a list with an entry each; or None
-    prompt, negative_prompt="", # str, or a list of them
+    components:"EditModel", geometry:Geometry, # of the control images; nothing is built
+    prompt_image:Any, # an image, a list of them, or with several prompts a list with an entry each; or None
+    prompt:Any, negative_prompt:Any="", # str, or a list of them
     height:int|None=None, width:int|None=None, # pixels
-    seed=0, generator=None, # one or a list; a single torch.Generator is used for all edits in turn
+    seed:Any=0, generator:Any=None, # one or a list; a single torch.Generator is used for all edits in turn
     area:int|None=None, # pixels if no size is given; default the control area
 ) -> list: # of `Edit`
     "Check the arguments of a call. Raises ValueError."
     several = isinstance(prompt, (list, tuple))
     n = len(prompt) if several else 1
     if not n: raise ValueError("`prompt` is an empty list; give at least one instruction")
-    prompts, negatives = _each("prompt", prompt, n, str), _each("negative_prompt", negative_prompt, n, str)
+    prompts = _each("prompt", prompt, n, str)
+    negatives = _each("negative_prompt", negative_prompt, n, str)
     if any(not p.strip() for p in prompts): raise ValueError("`prompt` is empty; say what to change")
-    seeds, generators = seeds_of(seed, n), _each("generator", generator, n, (torch.Generator, type(None)))
-    sets, multiple = _image_sets(prompt_image, n, several), factor_of(components) * components.variant.patch
+    seeds = seeds_of(seed, n)
+    generators = _each("generator", generator, n, (torch.Generator, type(None)))
+    sets = _image_sets(prompt_image, n, several)
+    multiple = factor_of(components) * components.variant.patch
     for p, q, s in zip(prompts, negatives, sets):
         components.variant.check_prompt(p, len(s))
         components.variant.check_prompt(q, len(s))
     area = area or geometry.control_area
     edits = []
-    for images, *texts_and_noise in zip(sets, prompts, negatives, seeds, generators):
+    for images, text, negative, number, own in zip(sets, prompts, negatives, seeds, generators):
         size = output_size(images[0].size if images else (1, 1), area, height, width, multiple)
-        edits.append(Edit(images, *texts_and_noise[:2], size, *texts_and_noise[2:]))
+        edits.append(Edit(images, text, negative, size, number, own))
     for edit in edits:
         check_lengths(components, geometry, edit, multiple)
     return edits
 
 def check_lengths(
-    components, # `EditModel`
+    components:"EditModel", # `EditModel`
     geometry:Geometry, # of the control images
     edit:Edit,
     multiple:int, # pixels a token
@@ -196,62 +218,79 @@ class EncodedEdit:
     "The transformer's inputs for one edit, on the CPU."
     shape: tuple   # of the latent: (C, 1, h, w)
     controls: list # of [1, C, 1, h, w]
-    cond: object   # [1, L, D] embedding of the prompt
-    uncond: object # the same of the negative prompt; None for no guidance
+    cond: torch.Tensor # [1, L, D] embedding of the prompt
+    uncond: torch.Tensor|None # the same of the negative prompt; None for no guidance
 
-def _encoded_as(prompt) -> str: return prompt if prompt.strip() else " "
+def _encoded_as(prompt:str) -> str:
+    "What is encoded for a prompt; a blank one is a space."
+    return prompt if prompt.strip() else " "
+
+def _nothing(name:str) -> None:
+    "Places no component."
 
 # %% ../../nbs/sampling/01_edits.ipynb #c3ba9901
 def encode_edits(
-    encoder, edits, geometry, # `Encoder`, list of `Edit`, `Geometry` of the control images
+    encoder:"Encoder", edits:Sequence[Edit], geometry:Geometry, # `Encoder`, list of `Edit`, `Geometry` of the control images
     guidance:bool=True, # encode the negative prompts?
-    at=lambda name: None, # places the component of this name
+    at:Callable[[str], Any]=_nothing, # places the component of this name
 ) -> list: # of `EncodedEdit`
     "Encode all edits, first the prompts, then the images."
     pixels = {id(p): (p.size, p.tobytes()) for e in edits for p in e.images}
     keys = [tuple(pixels[id(p)] for p in e.images) for e in edits]
-    groups = {} # {image set: (images, {prompt: embedding})}: a shared prefix is kept for the last set only
+    # {image set: (images, {prompt: embedding})}: a shared prefix is kept for the last set only
+    groups: dict[tuple, tuple] = {}
     for e, k in zip(edits, keys):
-        prompts = map(_encoded_as, [e.prompt] + [e.negative] * guidance)
-        groups.setdefault(k, (e.images, {}))[1].update(dict.fromkeys(prompts))
+        _, texts = groups.setdefault(k, (e.images, {}))
+        texts[_encoded_as(e.prompt)] = None
+        if guidance:
+            texts[_encoded_as(e.negative)] = None
     at("text_encoder")
     for images, texts in groups.values():
-        for p in texts: texts[p] = encode_prompt(encoder, p, images, geometry)[None].cpu()
+        for p in texts:
+            texts[p] = encode_prompt(encoder, p, images, geometry)[None].cpu()
     at("vae")
     images = {pixels[id(p)]: p for e in edits for p in e.images}
     latents = {k: encoder.encode_images([p], geometry.control(p.size)).cpu() for k, p in images.items()}
     C, f = encoder.components.variant.vae_shape(encoder.components.get("vae").config)
-    def text(k, p): return groups[k][1][_encoded_as(p)]
-    return [EncodedEdit((C, 1, e.size[1] // f, e.size[0] // f), [latents[p] for p in k], text(k, e.prompt),
-                    text(k, e.negative) if guidance else None) for e, k in zip(edits, keys)]
+    out = []
+    for e, k in zip(edits, keys):
+        _, texts = groups[k]
+        shape = (C, 1, e.size[1] // f, e.size[0] // f)
+        uncond = texts[_encoded_as(e.negative)] if guidance else None
+        out.append(EncodedEdit(shape, [latents[p] for p in k], texts[_encoded_as(e.prompt)], uncond))
+    return out
 
 # %% ../../nbs/sampling/01_edits.ipynb #a77f1790
 def denoise_encoded(
-    transformer, scheduler, # as in `denoise`; the scheduler's config is read
-    edit, # `EncodedEdit`, or an object with its fields
+    transformer:Any, scheduler:Any, # as in `denoise`; the scheduler's config is read
+    edit:Any, # `EncodedEdit`, or an object with its fields
     steps:int=20, true_cfg_scale:float=4.0,
-    seed:int=0, generator=None, # of the noise
+    seed:int=0, generator:Any=None, # of the noise
     overrides:dict|None=None, # changes of the scheduler's config
-    dtype=None, # of the computation; default the transformer's
-    on_step=None, on_estimate=None, # as in `denoise`
+    dtype:torch.dtype|None=None, # of the computation; default the transformer's
+    on_step:Callable|None=None, on_estimate:Callable|None=None, # as in `denoise`
     variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [1, C, 1, h, w]
     "The latent of an encoded edit."
-    device, dtype = device_of(transformer), dtype or transformer.dtype
-    put = lambda t: t.to(device, dtype)
-    text = lambda e: None if e is None else (put(e), None) # a single prompt needs no mask
+    device = device_of(transformer)
+    dtype = dtype or transformer.dtype
     C, _, h, w = edit.shape
     schedule = sampling_schedule(scheduler, steps, variant.token_count(h, w), device, overrides, variant)
-    if table := table_of(transformer):
+    table = table_of(transformer)
+    if table:
         times = model_timesteps(schedule.timesteps, table.dtype)
         table.ensure(times, f"preparing the modulation table for {steps} steps")
     noise = start_noise((1, 1, C, h, w), seed, generator, device, dtype)
-    uncond = edit.uncond if true_cfg_scale > 1 else None
-    return denoise(transformer, schedule, noise, [put(c) for c in edit.controls], text(edit.cond),
-                   text(uncond), true_cfg_scale, on_step, on_estimate, variant)
+    controls = [c.to(device, dtype) for c in edit.controls]
+    cond = (edit.cond.to(device, dtype), None) # a single prompt needs no mask
+    uncond = None
+    if true_cfg_scale > 1 and edit.uncond is not None:
+        uncond = (edit.uncond.to(device, dtype), None)
+    return denoise(transformer, schedule, noise, controls, cond, uncond, true_cfg_scale, on_step,
+                   on_estimate, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
-def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, overrides=None,
+def check_sampling(scheduler:Any, edits:Sequence[Edit], factor:int, steps:int, true_cfg_scale:float, overrides:dict|None=None,
                    variant:Variant=QWEN_IMAGE):
     "Raises ValueError for sampling settings that cannot work; `factor` is the VAE's."
     scale = true_cfg_scale
@@ -264,63 +303,73 @@ def check_sampling(scheduler, edits, factor:int, steps, true_cfg_scale, override
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee701
 def run_edits(
-    encoder,
-    at, # returns the component of this name, placed; called when its stage begins
-    edits, geometry, # as in `encode_edits`
-    steps:int=20, true_cfg_scale:float=4.0, overrides:dict|None=None, dtype=None, on_step=None,
-    watch=None, # `EditProgress`
+    encoder:"Encoder",
+    at:Callable[[str], Any], # returns the component of this name, placed; called when its stage begins
+    edits:Sequence[Edit], geometry:Geometry, # as in `encode_edits`
+    steps:int=20, true_cfg_scale:float=4.0, overrides:dict|None=None, dtype:torch.dtype|None=None, on_step:Callable|None=None,
+    watch:Any=None, # `EditProgress`
 ) -> list: # uint8 [H, W, 3] each
     "Edit as the diffusers pipelines do, stage by stage."
-    scheduler, variant = encoder.components.get("scheduler"), encoder.components.variant
+    scheduler = encoder.components.get("scheduler")
+    variant = encoder.components.variant
     check_sampling(scheduler, edits, factor_of(encoder.components), steps, true_cfg_scale, overrides, variant)
     encoded = encode_edits(encoder, edits, geometry, true_cfg_scale > 1, at)
     return run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
                        encoder.vae_2d, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee702
-def run_encoded(at, scheduler, encoded, edits, steps, true_cfg_scale, overrides, dtype, on_step, watch,
-                vae_2d, variant:Variant=QWEN_IMAGE) -> list:
+def run_encoded(at:Callable[[str], Any], scheduler:Any, encoded:Any, edits:Sequence[Edit], steps:int, true_cfg_scale:float, overrides:dict|None, dtype:torch.dtype|None, on_step:Callable|None, watch:Any,
+                vae_2d:bool, variant:Variant=QWEN_IMAGE) -> list:
     "The stages after encoding."
-    transformer, latents = at("transformer"), []
-    def step(*args):
-        if watch: watch.step()
-        if on_step: on_step(*args)
+    transformer = at("transformer")
+    latents: list[torch.Tensor] = []
+
+    def step(*args:Any):
+        if watch:
+            watch.step()
+        if on_step:
+            on_step(*args)
     try:
         for inputs, e in zip(encoded, edits):
             z = denoise_encoded(transformer, scheduler, inputs, steps, true_cfg_scale, e.seed, e.generator,
                                 overrides, dtype, step, watch and watch.estimate, variant)
             latents.append(z.cpu())
     finally:
-        if watch: watch.close()
+        if watch:
+            watch.close()
     vae = at("vae")
     return [variant.decode_latents(vae, z, vae_2d)[0] for z in latents]
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc15e3
 @contextmanager
-def eval_mode(transformer):
+def eval_mode(transformer:Any) -> Iterator[None]:
+    "A context without gradients and dropout."
     was = transformer.training
     transformer.eval()
     try:
-        with torch.no_grad(): yield
-    finally: transformer.train(was)
+        with torch.no_grad():
+            yield
+    finally:
+        transformer.train(was)
 
-def load_batch(trainer, dataset, indices): # a batch with the four cached tensors
+def load_batch(trainer:"QwenImageEditTrainer", dataset:ImageDataset, indices:Sequence[int]): # a batch with the four cached tensors
     "Samples of one bucket; what the cache lacks is encoded."
     batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc1501
-def is_available(components, *names) -> bool:
+def is_available(components:"EditModel", *names) -> bool:
     "Are these components in the folder, or on the hub?"
     local = components.name == "tiny" or Path(components.name).expanduser().is_dir()
     return not local or all((components.folder/n).is_dir() for n in names)
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc1502
-def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
+def empty_prompt(trainer:"QwenImageEditTrainer", dataset:ImageDataset, i:int): # [L, D] on the CPU, or None
     "The empty prompt's embedding for a sample's control images, read or encoded."
     cache = dataset.cache if dataset.identity is not None else None
-    if cache is not None and (e := cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)) is not None:
-        return e
+    if cache is not None:
+        kept = cache.load_cache(*dataset.keys(i)["empty_prompt_embed"].id)
+        if kept is not None: return kept
     if not is_available(trainer.components, "text_encoder", trainer.components.variant.processor): return None
     own = cache if cache is not None and cache.writable else None
     encoder = trainer.encoder(own, trainer.vae_device, trainer.text_device)
@@ -329,33 +378,36 @@ def empty_prompt(trainer, dataset, i:int): # [L, D] on the CPU, or None
     return encode_prompt(encoder, "", dataset.images(i)["control"], dataset.geometry).cpu()
 
 # %% ../../nbs/sampling/01_edits.ipynb #87dc1503
-def encoded_sample(trainer, dataset, i:int, guidance:bool=True) -> EncodedEdit:
+def encoded_sample(trainer:"QwenImageEditTrainer", dataset:ImageDataset, i:int, guidance:bool=True) -> EncodedEdit:
     "The transformer's inputs for a sample, with guidance also of the empty prompt."
-    batch, uncond = load_batch(trainer, dataset, [i]), empty_prompt(trainer, dataset, i) if guidance else None
+    batch = load_batch(trainer, dataset, [i])
+    uncond = empty_prompt(trainer, dataset, i) if guidance else None
     return EncodedEdit(tuple(batch["pixel_latent"].shape[1:]), as_list(batch["control_latent"]),
                    batch["prompt_embed"][0][None], None if uncond is None else uncond[None])
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9fef
 def edit_cached(
-    trainer, encoded, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, overrides:dict|None=None, on_step=None,
+    trainer:"QwenImageEditTrainer", encoded:Any, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, overrides:dict|None=None, on_step:Callable|None=None,
 ) -> torch.Tensor:
     "`denoise_encoded` with a trainer's transformer, where it is."
-    tr, scheduler = trainer._transformer(), trainer.components.get("scheduler")
+    tr = trainer._transformer()
+    scheduler = trainer.components.get("scheduler")
     with eval_mode(tr):
         return denoise_encoded(tr, scheduler, encoded, steps, true_cfg_scale, seed, None, overrides,
                                dtype=trainer.weight_dtype, on_step=on_step, variant=trainer.components.variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f01
 def cached_data(
-    trainer,
-    data=None, # `ImageDataset`, loader, configuration or folder; default the trainer's own
+    trainer:"QwenImageEditTrainer",
+    data:Any=None, # `ImageDataset`, loader, configuration or folder; default the trainer's own
 ) -> ImageDataset: # with the trainer's encoder identity
     "A data set with its cache. Raises ValueError if there is none."
     c = trainer.config
     if isinstance(data, (str, Path)):
         data = ImageDataset(c.data, config_samples(c.data, str(data)))
     found = getattr(data, "dataset", data)
-    if not isinstance(found, ImageDataset): found = ImageDataset(c if found is None else found)
+    if not isinstance(found, ImageDataset):
+        found = ImageDataset(c if found is None else found)
     if found.cache is None:
         if not (trainer.use_cache and trainer.cache_dir):
             raise ValueError("`data` has no cache to predict from; set `cache.cache_dir` and "
@@ -365,14 +417,16 @@ def cached_data(
     return found
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f02
-def cached_edits(trainer, dataset, indices, true_cfg_scale:float=4.0, seeds=()) -> list:
+def cached_edits(trainer:"QwenImageEditTrainer", dataset:ImageDataset, indices:Sequence[int], true_cfg_scale:float=4.0, seeds:Sequence[int]=()) -> list:
     "Samples as (`Edit`, `EncodedEdit`). Raises ValueError for a wrong index or a missing empty prompt."
-    out, bad = [], [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
+    bad = [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
+    out = []
     if bad or not indices:
         raise ValueError(f"`i` must be a sample's number from 0 to {len(dataset) - 1}, got "
                          f"{bad[0] if bad else indices!r}")
     for i, seed in zip(indices, seeds):
-        encoded, s = encoded_sample(trainer, dataset, i, true_cfg_scale > 1), dataset.samples[i]
+        encoded = encoded_sample(trainer, dataset, i, true_cfg_scale > 1)
+        s = dataset.samples[i]
         if true_cfg_scale > 1 and encoded.uncond is None:
             raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache "
                              f"lacks for sample {s.id!r}; precompute with `data.caption_dropout_rate` above "

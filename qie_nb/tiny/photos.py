@@ -11,10 +11,14 @@ __all__ = ['PHOTOS', 'EDITS', 'EDIT', 'SEEDS', 'photo_folder', 'photos', 'crop',
 import importlib.util, json, os, platform, shutil, time
 from functools import lru_cache
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, Iterable, NamedTuple, Sequence
 
 import numpy as np
 from PIL import Image
+
+if TYPE_CHECKING:
+    from qie_nb.data.dataset import ImageDataset
+    from qie_nb.trainer import QwenImageEditTrainer
 
 # %% ../../nbs/tiny/01_photos.ipynb #9836db37
 PHOTOS = dict(
@@ -23,16 +27,22 @@ PHOTOS = dict(
     more=["motorcycle_right.png", "hubble_deep_field.jpg", "color.png",
           "camera.png", "coins.png", "grass.png", "gravel.png", "brick.png", "moon.png"])
 
+def _package_folder(name:str) -> Path:
+    "Where a package is installed; raises ImportError if it is not."
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None: raise ImportError(f"`{name}` is not installed")
+    return Path(spec.origin).parent
+
 def photo_folder(
     split:str="train", # a key of `PHOTOS`
 ) -> Path:
     "The folder of a split's photographs: the package's, or scikit-image's for `more`."
     if split != "more":
-        return Path(importlib.util.find_spec("qie_nb").origin).parent/"assets"/"photos"
+        return _package_folder("qie_nb")/"assets"/"photos"
     spec = importlib.util.find_spec("skimage") # importing it would take a second
     if spec is None:
         raise ImportError("the photographs of the split `more` need `scikit-image`; pip install scikit-image")
-    return Path(spec.origin).parent/"data"
+    return _package_folder("skimage")/"data"
 
 # %% ../../nbs/tiny/01_photos.ipynb #9836db01
 @lru_cache
@@ -44,14 +54,17 @@ def photos(split:str="train") -> tuple: # PIL images, RGB
 
 # %% ../../nbs/tiny/01_photos.ipynb #a8ebd308
 def crop(
-    im, size:tuple, # PIL image; width and height of the result
+    im:Image.Image,
+    size:tuple, # width and height of the result
     rng:np.random.Generator,
     zoom:tuple=(1., 4.), # range of the reduction, log-uniform
 ): # PIL image
     "A random part of `im`, resampled to `size`."
-    (w, h), (W, H) = size, im.size
+    w, h = size
+    W, H = im.size
     z = min(np.exp(rng.uniform(*np.log(zoom))), W / w, H / h)
-    x, y = rng.uniform(0, W - w * z), rng.uniform(0, H - h * z)
+    x = rng.uniform(0, W - w * z)
+    y = rng.uniform(0, H - h * z)
     return im.resize(size, Image.Resampling.LANCZOS, box=(x, y, x + w * z, y + h * z))
 
 # %% ../../nbs/tiny/01_photos.ipynb #a8ebd301
@@ -63,7 +76,9 @@ def crops(
     least:float=12., # smallest standard deviation of a crop's grey levels, of 255
 ) -> list: # PIL images, RGB
     "`n` random crops, from the photographs in turn."
-    rng, ims, out = np.random.default_rng(seed), photos(split), []
+    rng = np.random.default_rng(seed)
+    ims = photos(split)
+    out = []
     for i in range(n):
         for _ in range(20):
             c = crop(ims[i % len(ims)], size, rng)
@@ -78,19 +93,23 @@ class PhotoEdit(NamedTuple):
     formula: Callable # float array [h, w, 3] in 0..1 to the same shape
     known: bool = True # was the embedded model trained on it?
 
-    def __call__(self, im): # PIL images, RGB, of the same size
+    def __call__(self, im:Image.Image) -> Image.Image: # PIL images, RGB, of the same size
         a = self.formula(np.asarray(im, dtype=np.float32) / 255)
         return Image.fromarray((a.clip(0, 1) * 255).round().astype(np.uint8))
 
 # %% ../../nbs/tiny/01_photos.ipynb #26cb3fc7
-def luma_channel(a): # [h, w, 3] -> [h, w, 1]
+def luma_channel(a:np.ndarray): # [h, w, 3] -> [h, w, 1]
     "Perceived brightness (ITU-R BT.601)."
     return a @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
-def duotone(dark, light) -> Callable:
+def duotone(dark:Sequence[float], light:Sequence[float]) -> Callable:
     "Maps brightness to a range between two colors, three values in 0..1 each."
-    dark, light = np.float32(dark), np.float32(light)
-    return lambda a: dark + luma_channel(a) * (light - dark)
+    low = np.array(dark, dtype=np.float32)
+    high = np.array(light, dtype=np.float32)
+
+    def colored(a:np.ndarray) -> np.ndarray:
+        return low + luma_channel(a) * (high - low)
+    return colored
 
 # %% ../../nbs/tiny/01_photos.ipynb #26cb3f01
 EDITS = dict(
@@ -100,7 +119,7 @@ EDITS = dict(
     brighter=PhotoEdit("make it brighter", lambda a: a ** 0.5),
     darker=PhotoEdit("make it darker", lambda a: a * 0.45),
     swap=PhotoEdit("swap red and blue", lambda a: a[..., ::-1]),
-    blue=PhotoEdit("give it a blue tint", lambda a: a * np.float32([0.35, 0.6, 1.])),
+    blue=PhotoEdit("give it a blue tint", lambda a: a * np.array([0.35, 0.6, 1.], dtype=np.float32)),
     contrast=PhotoEdit("raise the contrast", lambda a: (a - 0.5) * 2 + 0.5),
     duotone=PhotoEdit("print it in dark blue and orange", duotone((0.05, 0.08, 0.40), (1., 0.72, 0.20)),
                  known=False),
@@ -108,8 +127,8 @@ EDITS = dict(
 
 # %% ../../nbs/tiny/01_photos.ipynb #40d23050
 def make_pairs(
-    folder, # gets training_images/ and control_images/; replaces pairs that were made here before
-    edit, # a key of `EDITS`, or a `PhotoEdit`
+    folder:str|Path, # gets training_images/ and control_images/; replaces pairs that were made here before
+    edit:str|PhotoEdit, # a key of `EDITS`, or a `PhotoEdit`
     n:int=32, size:tuple=(96, 96), seed:int=0, split:str="train", # as in `crops`
 ) -> Path: # the folder
     "Writes `n` pairs: control, target and caption."
@@ -117,8 +136,10 @@ def make_pairs(
         if edit not in EDITS: raise ValueError(f"`edit` must be one of {', '.join(EDITS)}, got {edit!r}")
         edit = EDITS[edit]
     folder = Path(folder)
-    targets, controls = folder/"training_images", folder/"control_images"
-    for d in (targets, controls): d.mkdir(parents=True, exist_ok=True)
+    targets = folder/"training_images"
+    controls = folder/"control_images"
+    for d in (targets, controls):
+        d.mkdir(parents=True, exist_ok=True)
     for i, im in enumerate(crops(n, size, seed, split)):
         im.save(controls/f"{i:04}.png")
         edit(im).save(targets/f"{i:04}.png")
@@ -126,7 +147,8 @@ def make_pairs(
     known = {e.instruction for e in (edit, *EDITS.values())}
     for old in targets.glob("[0-9][0-9][0-9][0-9].txt"): # of an earlier call with more pairs
         if int(old.stem) < n or old.read_text(encoding="utf-8") not in known: continue
-        for p in (old, old.with_suffix(".png"), controls/f"{old.stem}.png"): p.unlink(missing_ok=True)
+        for p in (old, old.with_suffix(".png"), controls/f"{old.stem}.png"):
+            p.unlink(missing_ok=True)
     return folder
 
 # %% ../../nbs/tiny/01_photos.ipynb #384175b6
@@ -148,36 +170,51 @@ def demo_config(out:Path, steps:int=150) -> dict: # as in YAML
 
 # %% ../../nbs/tiny/01_photos.ipynb #7ce4b258
 def write_pairs(out:Path, pairs:int, held_out:int):
+    "Write the demo's pairs for training and to judge on."
     make_pairs(out/"data", EDIT, pairs, seed=0, split="train")
     make_pairs(out/"held_out", EDIT, held_out, seed=1, split="held_out")
 
 # %% ../../nbs/tiny/01_photos.ipynb #a111db4c
-def answers(trainer, held_out, seeds=SEEDS, steps:int=8) -> list: # per seed, per sample: uint8 [H, W, 3]
+def answers(trainer:"QwenImageEditTrainer", held_out:"ImageDataset", seeds:Sequence[int]=SEEDS, steps:int=8) -> list: # per seed, per sample: uint8 [H, W, 3]
     "The model's edits of an `ImageDataset`."
-    size = lambda i: dict(zip(("width", "height"), held_out.bucket(i)[0]))
-    answer = lambda i, s, seed: trainer.predict(s.controls[0], s.prompt, num_inference_steps=steps,
-                                                true_cfg_scale=1.0, seed=seed, **size(i))
-    return [[answer(i, s, seed) for i, s in enumerate(held_out.samples)] for seed in seeds]
+    out = []
+    for seed in seeds:
+        edited = []
+        for i, s in enumerate(held_out.samples):
+            width, height = held_out.bucket(i)[0]
+            edited.append(trainer.predict(s.controls[0], s.prompt, num_inference_steps=steps, true_cfg_scale=1.0,
+                                          seed=seed, width=width, height=height))
+        out.append(edited)
+    return out
 
-def truths(trainer, held_out) -> list: # uint8 [H, W, 3] per sample
+def truths(trainer:"QwenImageEditTrainer", held_out:"ImageDataset") -> list: # uint8 [H, W, 3] per sample
     "The true edits, encoded and decoded by the VAE."
     from qie_nb.models.encoders import encode_image
     vae = trainer.components.get("vae")
-    latent = lambda i: encode_image(vae, Image.fromarray(held_out.images(i)["image"]), held_out.bucket(i)[0])
-    return [trainer.decode_vae_latent(latent(i))[0] for i in range(len(held_out))]
+    out = []
+    for i in range(len(held_out)):
+        image = Image.fromarray(held_out.images(i)["image"])
+        latent = encode_image(vae, image, held_out.bucket(i)[0])
+        out.append(trainer.decode_vae_latent(latent)[0])
+    return out
 
 # %% ../../nbs/tiny/01_photos.ipynb #31ff8d75
-def errors(made, true) -> list: # one number per seed
+def errors(made:Sequence, true:Sequence) -> list: # one number per seed
+    "The mean distance of each seed's images from the true ones, grey levels."
     from qie_nb.evaluation.eval_images import image_error
-    return [float(np.mean([image_error(m, t) for m, t in zip(row, true)])) for row in made]
+    out = []
+    for row in made:
+        distances = [image_error(image, target) for image, target in zip(row, true)]
+        out.append(float(np.mean(distances)))
+    return out
 
 # %% ../../nbs/tiny/01_photos.ipynb #e71b795f
 def demo(
-    out="demo_out",
+    out:str|Path="demo_out",
     steps:int=150, # of the optimizer
     pairs:int=48, # for training
     held_out:int=12, # crops to judge on
-    seeds=SEEDS, # of the noise
+    seeds:Sequence[int]=SEEDS, # of the noise
 ) -> dict: # the content of metrics.json
     "Precomputes, trains, predicts and measures. Writes figures, metrics.json and lora/ to `out`."
     from qie_nb.config import make_config, save_config
@@ -190,15 +227,17 @@ def demo(
     save_config(config, out/"config.yaml")
     trainer = QwenImageEditTrainer(config)
     print(trainer)
-    report, t1 = trainer.cache_embeddings(), time.time()
-    trained, t2 = QwenImageEditTrainer(config).fit(), time.time()
+    report = trainer.cache_embeddings()
+    t1 = time.time()
+    trained = QwenImageEditTrainer(config).fit()
+    t2 = time.time()
     raise_if_stopped(trained, f"{trained.global_step} of {steps} steps were trained and nothing was judged; "
                               "run it again: it begins anew and reuses the encoded images")
     trained.save_lora(out/"lora")
     return _judge(out, config, trained, report, seeds, dict(precompute=t1 - t0, train=t2 - t1), t2)
 
 # %% ../../nbs/tiny/01_photos.ipynb #005fc701
-def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
+def _judge(out:Path, config, trained, report, seeds:Sequence[int], seconds, t2) -> dict:
     "Edits without and with the saved adapter; writes figures and metrics."
     import diffusers, torch, transformers
     from qie_nb.data.dataset import ImageDataset, find_samples
@@ -206,16 +245,22 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     judge = QwenImageEditTrainer(config).setup_predict()
     held = ImageDataset(config, samples=find_samples(config.train.val_path))
     held.set_areas(judge.components.areas)
-    whole, text = squares(), held.samples[0].prompt
-    edit = lambda p: judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width,
-                                   height=p.height)
-    look = lambda: list(map(edit, whole))
-    true, before, seen = truths(judge, held), answers(judge, held, seeds), look()
+    whole = squares()
+    text = held.samples[0].prompt
+
+    def look() -> list:
+        return [judge.predict(p, text, num_inference_steps=8, true_cfg_scale=1.0, width=p.width,
+                              height=p.height) for p in whole]
+    true = truths(judge, held)
+    before = answers(judge, held, seeds)
+    seen = look()
     after = answers(judge.load_lora(out/"lora"), held, seeds)
-    rows = zip(whole, seen, look(), map(EDITS[EDIT], whole))
+    rows = zip(whole, seen, look(), [EDITS[EDIT](p) for p in whole])
     images_figure(rows, f"“{text}”").savefig(out/"before_after.png", dpi=120)
-    e0, e1 = errors(before, true), errors(after, true)
-    b0, b1 = float(np.mean(e0)), float(np.mean(e1))
+    e0 = errors(before, true)
+    e1 = errors(after, true)
+    b0 = float(np.mean(e0))
+    b1 = float(np.mean(e1))
     libraries = {m.__name__: m.__version__ for m in (torch, diffusers, transformers)}
     metrics = dict(edit=text, crops=len(held), seeds=list(seeds),
                    error="rms in grey levels against the true edit, encoded and decoded by the VAE",
@@ -233,20 +278,23 @@ def _judge(out, config, trained, report, seeds, seconds, t2) -> dict:
     return metrics
 
 # %% ../../nbs/tiny/01_photos.ipynb #0a014583
-def loss_figure(out): # matplotlib Figure
+def loss_figure(out:str|Path): # matplotlib Figure
     "The loss of a run's folder, from its newest CSV file."
     import csv
     from qie_nb.data.images import figure
     rows = list(csv.DictReader(sorted((Path(out)/"checkpoints"/"logs").glob("training_*.csv"))[-1].open()))
     trained = [(int(r["step"]), float(r["loss"])) for r in rows if r["loss"]] # no loss before the first
-    steps, loss = (np.array(values) for values in zip(*trained))
+    steps = np.array([step for step, _ in trained])
+    loss = np.array([value for _, value in trained])
     held = [(int(r["step"]), float(r["held_out_loss_plain"])) for r in rows if r["held_out_loss_plain"]]
     fig = figure(figsize=(6, 3), layout="constrained")
     ax = fig.subplots()
     ax.plot(steps, loss, lw=0.5, alpha=0.4, label="training, each step at its own noise")
     n = max(1, len(loss) // 20)
     ax.plot(steps[n - 1:], np.convolve(loss, np.ones(n) / n, "valid"), lw=1.5, label=f"training, mean of {n}")
-    if held: ax.plot(*zip(*held), "o-", ms=3, label="validation, fixed noise")
+    if held:
+        at, values = zip(*held)
+        ax.plot(at, values, "o-", ms=3, label="validation, fixed noise")
     ax.set(xlabel="optimizer step", ylabel="flow-matching loss")
     ax.legend(fontsize=8)
     return fig
@@ -254,18 +302,23 @@ def loss_figure(out): # matplotlib Figure
 # %% ../../nbs/tiny/01_photos.ipynb #7b1e0002
 def squares(side:int=96) -> list: # PIL images
     "The largest center square of each held-out photograph."
-    box = lambda w, h, m: ((w - m) // 2, (h - m) // 2, (w + m) // 2, (h + m) // 2)
-    resize = lambda p: p.resize((side, side), Image.Resampling.LANCZOS, box=box(*p.size, min(p.size)))
-    return list(map(resize, photos("held_out")))
+    out = []
+    for p in photos("held_out"):
+        w, h = p.size
+        m = min(p.size)
+        box = ((w - m) // 2, (h - m) // 2, (w + m) // 2, (h + m) // 2)
+        out.append(p.resize((side, side), Image.Resampling.LANCZOS, box=box))
+    return out
 
-def images_figure(rows, title:str, size=2.2): # matplotlib Figure
+def images_figure(rows:Iterable, title:str, size:float=2.2): # matplotlib Figure
+    "Rows of before, without LoRA, with LoRA and after, as a matplotlib Figure."
     from qie_nb.predict import grid
     fig = grid(list(rows), ["before", "without LoRA", "with your LoRA", "after"], size)
     fig.suptitle(title, fontsize=10)
     return fig
 
 # %% ../../nbs/tiny/01_photos.ipynb #7b1e0004
-def _figures(out, held, before, after, true, metrics, rows:int=4):
+def _figures(out:Path, held, before, after, true:Sequence, metrics, rows:int=4):
     "crops.png and loss.png."
     from qie_nb.data.images import open_image
     pick = np.linspace(0, len(held) - 1, min(rows, len(held))).round().astype(int)

@@ -9,6 +9,7 @@ __all__ = ['tiny_tokenizer', 'tiny_pipeline', 'save_tiny', 'tiny_folder', 'train
 import json, tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,8 @@ _SPECIAL = [f"<|{n}|>" for n in (
 def _templates() -> list:
     own = [VARIANTS[name] for name in VARIANT_NAMES]
     texts = [own[0].template_for(0).text] + [v.template_for(1).text + v.image_prefix for v in own]
-    for s in _SPECIAL: texts = [t.replace(s, "\n") for t in texts]
+    for s in _SPECIAL:
+        texts = [t.replace(s, "\n") for t in texts]
     return texts
 
 # %% ../../nbs/tiny/00_random_models.ipynb #bc0d5253
@@ -43,12 +45,13 @@ def tiny_tokenizer(
                                   show_progress=False)
     bpe.train_from_iterator(_templates() + list(words), trainer)
     model = json.loads(bpe.to_str())["model"]
-    return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(m) for m in model["merges"]],
+    merges: Any = [tuple(m) for m in model["merges"]] # pairs, as in a file
+    return Qwen2Tokenizer(vocab=model["vocab"], merges=merges,
                           eos_token="<|im_end|>", pad_token="<|endoftext|>",
                           extra_special_tokens=_SPECIAL)
 
 # %% ../../nbs/tiny/00_random_models.ipynb #1e53eb65
-def _text_encoder(tok):
+def _text_encoder(tok:Any):
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     names = dict(image="image_pad", video="video_pad", vision_start="vision_start", vision_end="vision_end")
     ids = {f"{k}_token_id": tok.convert_tokens_to_ids(f"<|{v}|>") for k, v in names.items()}
@@ -63,30 +66,32 @@ def _text_encoder(tok):
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
 
 # %% ../../nbs/tiny/00_random_models.ipynb #1e53eb01
-def _processor(tok):
+def _processor(tok:Any):
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
     images = Qwen2VLImageProcessor(patch_size=14, merge_size=2, temporal_patch_size=2,
                                    min_pixels=56*56, max_pixels=28*28*16384) # the real processor's
     return Qwen2VLProcessor(images, tok, Qwen2VLVideoProcessor())
 
 # %% ../../nbs/tiny/00_random_models.ipynb #a42a582a
-def _vae(stages):
+def _vae(stages:int):
     from diffusers import AutoencoderKLQwenImage
     rng = torch.Generator().manual_seed(7)
-    mean, std = torch.randn(16, generator=rng) * 0.3, torch.rand(16, generator=rng) + 0.5
+    mean = torch.randn(16, generator=rng) * 0.3
+    std = torch.rand(16, generator=rng) + 0.5
     return AutoencoderKLQwenImage(base_dim=16, z_dim=16, dim_mult=[1] * stages + [2], num_res_blocks=1,
                                   temperal_downsample=[False] + [True] * (stages - 1),
                                   latents_mean=mean.tolist(), latents_std=std.tolist())
 
 # %% ../../nbs/tiny/00_random_models.ipynb #a42a5801
-def _transformer(zero_cond_t):
+def _transformer(zero_cond_t:bool):
     from diffusers import QwenImageTransformer2DModel
-    tr = QwenImageTransformer2DModel(
+    tr: Any = QwenImageTransformer2DModel(
         num_layers=2, attention_head_dim=32, num_attention_heads=3, joint_attention_dim=64,
         axes_dims_rope=(8, 12, 12), zero_cond_t=zero_cond_t)
     with torch.no_grad():
         for p in tr.parameters():
-            if p.ndim == 2: p.mul_(2.)
+            if p.ndim == 2:
+                p.mul_(2.)
     return tr
 
 # %% ../../nbs/tiny/00_random_models.ipynb #a42a5802
@@ -105,12 +110,14 @@ def tiny_pipeline(
 ): # QwenImageEditPipeline (v1) or QwenImageEditPlusPipeline, float32 on the CPU
     "An edit pipeline of the real classes with random weights."
     import diffusers
-    v, tok = VARIANTS[variant], tiny_tokenizer(words)
+    v = VARIANTS[variant]
+    tok = tiny_tokenizer(words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         parts = dict(vae=_vae(vae_stages), text_encoder=_text_encoder(tok))
         parts["transformer"] = _transformer(v.zero_cond_t)
-    for p in parts.values(): p.eval().requires_grad_(False)
+    for p in parts.values():
+        p.eval().requires_grad_(False)
     parts |= dict(tokenizer=tok, processor=_processor(tok), scheduler=_scheduler())
     pipe = getattr(diffusers, v.pipeline)(**parts)
     pipe.set_progress_bar_config(disable=True)
@@ -119,12 +126,13 @@ def tiny_pipeline(
 # %% ../../nbs/tiny/00_random_models.ipynb #77c51680
 def save_tiny(
     variant:str, # its name
-    folder, # written in diffusers' layout
+    folder:str|Path, # written in diffusers' layout
     areas:tuple=(96*96, 112*112), # (control_area, vl_area) in pixels; None keeps the real ones
     **kw, # of `tiny_pipeline`
 ) -> Path:
     "Saves a tiny pipeline as a model folder."
-    folder, pipe = Path(folder), tiny_pipeline(variant, **kw)
+    folder = Path(folder)
+    pipe = tiny_pipeline(variant, **kw)
     quiet_bars() # of transformers
     pipe.save_pretrained(folder)
     if areas:
@@ -133,7 +141,7 @@ def save_tiny(
     return folder
 
 # %% ../../nbs/tiny/00_random_models.ipynb #77c51601
-_kept = []
+_kept: list[tempfile.TemporaryDirectory] = []
 
 @lru_cache
 def tiny_folder(

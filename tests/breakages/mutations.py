@@ -36,11 +36,11 @@ MUTATIONS = {
                'stable_seed(seed, "step", step, i)', 'stable_seed(seed, "step", i)')]),
     "one noise level for a batch": Mutation("tests/models/test_flow_matching.py", [
         Change("models/flow_matching", "sample_sigmas",
-               "[_draw(seed, 0x7369676D61, lambda g: draw((), generator=g)) for seed in seeds]",
-               "[_draw(seed, 0x7369676D61, lambda g: draw((), generator=g)) for seed in "
+               "[draw((), generator=_generator(seed, _FOR_SIGMAS)) for seed in seeds]",
+               "[draw((), generator=_generator(seed, _FOR_SIGMAS)) for seed in "
                "[seeds[0]] * len(seeds)]")]),
     "noise and level from the same numbers": Mutation("tests/models/test_flow_matching.py", [
-        Change("models/flow_matching", "sample_sigmas", "0x7369676D61", "0x6E6F697365")]),
+        Change("models/flow_matching", "sample_sigmas", "_FOR_SIGMAS", "_FOR_NOISE")]),
     "shift by the unpacked tokens": Mutation("tests/training/test_randomness.py", [
         Change("training/step", "sample_noise_and_sigmas",
                "variant.token_count(*shape[-2:])", "shape[-2] * shape[-1]")]),
@@ -222,7 +222,7 @@ MUTATIONS = {
     "a suffix without its lost prefix": Mutation("tests/test_cache.py", [
         Change("cache", "EmbeddingCacheManager.load_cache", "None if prefix is None", "tensor if prefix is None")]),
     "a quantized text encoder under the same key": Mutation("tests/encoding/test_keys.py", [
-        Change("models/components", "identity",
+        Change("models/components", "Components.identity",
                "f\"{text}-{self.quantize.get('text_encoder') or 'plain'}\"", "text")]),
     # --- encoding and packing
     "latents sampled instead of their mode": Mutation("tests/encoding/test_vae.py", [
@@ -363,7 +363,7 @@ MUTATIONS = {
                "")]),
     "negative prompt of the first edit": Mutation("tests/test_predict.py::test_each_edit_of_a_list_has_its_own_negative_prompt", [
         Change("sampling/edits", "encode_edits",
-               "text(k, e.negative)", "text(k, edits[0].negative)")]),
+               "texts[_encoded_as(e.negative)] if guidance", "texts[_encoded_as(edits[0].negative)] if guidance")]),
     "generator of the caller not used": Mutation("tests/test_predict.py::test_a_generator_of_the_caller_draws_the_noise", [
         Change("sampling/denoising", "start_noise", "generator or", "")]),
     "shift without the overrides": Mutation("tests/test_predict.py", [
@@ -399,7 +399,7 @@ MUTATIONS = {
         Change("devices/strategies/offload", "OffloadedInputs.put",
                "if t.is_cuda: t.record_stream(self.streams.side)", "")]),
     "a block computes before its copy": Mutation("tests/devices/test_block_swap.py", [
-        Change("devices/strategies/block_swap", "prepare_block",
+        Change("devices/strategies/block_swap", "BlockSwap.prepare_block",
                "self.streams.wait(self.events[n % len(self.slots)])", "pass")]),
     "what other processes have trained is never loaded": Mutation("tests/devices/test_edit_model.py", [
         Change("devices/edit_model", "EditModel.get", "self.finish_postponed()", "pass")]),
@@ -480,7 +480,7 @@ MUTATIONS = {
                'f"{source_digest(target)}"')]),
     "inside and outside of the edit exchanged": Mutation("tests/evaluation/test_drift.py", [
         Change("evaluation/eval_images", "inside_and_outside",
-               "out, row = ~region, {}", "out, row, region = region, {}, ~region")]),
+               "out = ~region", "out, row, region = region, {}, ~region")]),
     "detail of the target over that of the result": Mutation("tests/evaluation/test_drift.py", [
         Change("evaluation/eval_images", "drift_of",
                "detail(edited) / energy", "energy / detail(edited)")]),

@@ -334,8 +334,8 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/tiny/test_photos.py", [
         Change("tiny/photos", "write_pairs", 'split="held_out"', 'split="train"')]),
     "a duotone is exchanged": Mutation("tests/tiny/test_photos.py", [
-        Change("tiny/photos", "duotone", "dark + luma_channel(a) * (light - dark)",
-               "light + luma_channel(a) * (dark - light)")]),
+        Change("tiny/photos", "duotone", "low + luma_channel(a) * (high - low)",
+               "high + luma_channel(a) * (low - high)")]),
     "all random models are equal": Mutation("tests/tiny/test_random_models.py", [
         Change("tiny/random_models", "tiny_pipeline",
                "torch.manual_seed(seed)", "torch.manual_seed(0)")]),

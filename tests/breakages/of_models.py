@@ -10,13 +10,12 @@ MUTATIONS: dict[str, Mutation] = {
                "sum(self.files[p] for p in weights)")]),
     "room for the smallest shard": Mutation(
         "tests/models/test_hub.py::test_a_disk_holds_the_copy_and_the_largest_file", [
-        Change("models/hub", "check_disk_space",
-               "max(todo.items(), key=lambda x: x[1])", "min(todo.items(), key=lambda x: x[1])")]),
+        Change("models/hub", "HubModel.check_disk_space",
+               "max(todo, key=todo.__getitem__)", "min(todo, key=todo.__getitem__)")]),
     "files that were there before are deleted": Mutation(
         "tests/models/test_hub.py::"
         "test_a_killed_download_continues_and_deletes_only_what_it_downloaded", [
-        Change("models/hub", "HubModel.release", "path not in (ours := self.downloaded())",
-               "(ours := self.downloaded()) is None")]),
+        Change("models/hub", "HubModel.release", "path not in downloaded", "downloaded is None")]),
     "the end of a large file is not in its digest": Mutation(
         "tests/models/test_hub.py::test_a_change_at_the_end_of_a_large_file_changes_its_digest", [
         Change("models/hub", "sampled_digest", "(size - 4096) * n // 63",
@@ -37,7 +36,7 @@ MUTATIONS: dict[str, Mutation] = {
     "the farthest timestep's row": Mutation(
         "tests/models/test_modulation.py::"
         "test_other_timesteps_get_the_nearest_row_with_one_message", [
-        Change("models/modulation", "nearest_timestep",
+        Change("models/modulation", "ModulationTable.nearest_timestep",
                "min(self.index, key=lambda t: abs(t - time))",
                "max(self.index, key=lambda t: abs(t - time))")]),
     "rows of the text before those of the image": Mutation(
@@ -56,7 +55,7 @@ MUTATIONS: dict[str, Mutation] = {
     "narrow weights are written wide": Mutation(
         "tests/models/test_hub.py::"
         "test_the_planned_size_of_a_copy_in_float32_of_a_narrow_checkpoint", [
-        Change("models/prequantize", "add",
+        Change("models/prequantize", "ShardQuantizer.add",
                "tensor.clone() if tensor.element_size() < value.element_size() else value",
                "value")]),
     "room for the table once": Mutation(
@@ -67,7 +66,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a copy without the text encoder's bits blames the transformer's setting": Mutation(
         "tests/models/test_prequantize.py::test_what_cannot_be_copied_is_refused", [
         Change("models/prequantize", "_copied_components",
-               "f\"model.{'text_encoder_' * (n == 'text_encoder')}quantize\"",
+               '"model.text_encoder_quantize"',
                '"model.quantize"')]),
     "a copy's text encoder has no digests for the cache": Mutation(
         "tests/models/test_prequantize.py::"
@@ -201,8 +200,8 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/parity/test_image_positions.py::"
         "test_a_lora_names_its_positions_and_the_other_mode_is_named_once", [
         Change("models/variants/text_to_image", "other_positions",
-               '"3d" if was == "3d" else "installed" if',
-               '"installed" if was == "3d" else "3d" if')]),
+               'remedy = "set `model.image_positions` to 3d"',
+               'remedy = "set `model.image_positions` to installed"')]),
     # --- variants: v1, v2509, v2511
     "other trainers take v1 for its successor": Mutation(
         "tests/models/test_variants.py::test_what_is_published_of_each_model", [

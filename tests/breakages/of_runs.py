@@ -254,8 +254,8 @@ MUTATIONS: dict[str, Mutation] = {
     "the worst checkpoint is marked as the best": Mutation(
         "tests/evaluation/test_evaluate.py::test_the_command_prints_numbers_and_a_table", [
         Change("evaluation/compare", "table",
-               'min(results, key=lambda result: result["held_out_loss"])',
-               'max(results, key=lambda result: result["held_out_loss"])')]),
+               'min(results, key=itemgetter("held_out_loss"))',
+               'max(results, key=itemgetter("held_out_loss"))')]),
     "changes counted from the first column, not from the model's own": Mutation(
         "tests/evaluation/test_compare.py", [
         Change("evaluation/compare", "Comparison.__init__",
@@ -267,7 +267,7 @@ MUTATIONS: dict[str, Mutation] = {
                "not same or not now.keys() <= before.keys()", "not now.keys() <= before.keys()")]),
     "a stop in an evaluation is not repeated on resume": Mutation(
         "tests/evaluation/test_evaluate.py::test_a_stop_interrupts_an_evaluation", [
-        Change("evaluation/evaluate", "evaluate", "t.global_step, name", 't.global_step, ""')]),
+        Change("evaluation/evaluate", "EvaluationCallback.evaluate", "t.state.pending = name", 't.state.pending = ""')]),
     "an uncertain use of the control images is an alarm": Mutation(
         "tests/evaluation/test_evaluate.py::"
         "test_an_uncertain_use_of_the_control_images_is_news", [

@@ -7,22 +7,27 @@ __all__ = ['STRATEGIES', 'StrategyFacts', 'Strategy', 'forbid_move']
 
 # %% ../../../nbs/devices/strategies/00_base.ipynb #3af36a26
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from qie_nb.planning.memory import MemoryQuery
+    from qie_nb.models.loading import Placement
 
 from ...config import TrainSection
 from ...core.settings import register_class
 
 # %% ../../../nbs/devices/strategies/00_base.ipynb #bc6dc3d4
-STRATEGIES = {} # {name: `Strategy`}, in the order of their definition
+STRATEGIES: dict[str, "Strategy"] = {} # by name, in the order of their definition
 
 @dataclass(frozen=True)
 class StrategyFacts:
     "A run, as far as a way to fit it depends on it."
     train: TrainSection
     device: str|torch.device # where the transformer trains
-    quantization: str = None # of the transformer
+    quantization: str|None = None # of the transformer
     dora: bool = False # `model.lora.use_dora`
     sharded: bool = False # does the plan shard the transformer (FSDP)?
 
@@ -82,7 +87,7 @@ class Strategy:
 
     # --- how it is applied
 
-    def weights(self, facts:StrategyFacts): # a loader for `load_quantized`, or None: all on one device
+    def weights(self, facts:StrategyFacts) -> "Placement|None": # for `load_quantized`; None: all on one device
         "Where the weights are kept from the moment when they are read."
         return None
 
@@ -94,13 +99,14 @@ class Strategy:
 
 # %% ../../../nbs/devices/strategies/00_base.ipynb #bc2c72e4
 def forbid_move(
-    transformer:nn.Module,
+    transformer:Any, # QwenImageTransformer2DModel
     why:str, # continues "a transformer"
     setting:str, # that ties it, e.g. train.blocks_to_swap
-) -> nn.Module: # the same
+) -> Any: # the same
     "Refuse to move a transformer as a whole."
     at = [next(transformer.transformer_blocks[n].parameters()).device for n in (0, -1)]
-    def apply(fn, recurse=True):
+
+    def apply(fn:Any, recurse:bool=True):
         if any(fn(torch.empty(0, device=d)).device != d for d in at):
             raise ValueError(f"a transformer {why} cannot be moved; set `{setting}` to its default")
         return nn.Module._apply(transformer, fn, recurse)

@@ -6,11 +6,16 @@
 __all__ = ['SLOTS', 'PinnedBlock', 'BlockSwap', 'enable_block_swap', 'BlockSwapLoader', 'BlockSwapping']
 
 # %% ../../../nbs/devices/strategies/02_block_swap.ipynb #f1dbb420
+from functools import partial
 from math import prod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from fastcore.basics import patch
 from torch import nn
+
+if TYPE_CHECKING:
+    from qie_nb.planning.memory import MemoryQuery
 
 from .base import Strategy, StrategyFacts, forbid_move
 from .host_memory import Streams, host_problem, pinned
@@ -21,25 +26,32 @@ class PinnedBlock:
     "A block's frozen weights in one buffer of host memory."
     def __init__(self,
         block:nn.Module, # its weights become views of the buffer
-        memory=pinned, # function of a number of bytes
+        memory:Callable[[int], torch.Tensor]=pinned, # function of a number of bytes
     ):
         self.params = [(m, k) for n, m in block.named_modules() for k, p in m._parameters.items()
                        if p is not None and not p.requires_grad and "lora_" not in n]
         tensors = [t for m, k in self.params for t in plain_tensors(m._parameters[k])]
-        self.layout, size = [], 0
+        self.layout: list[tuple] = [] # (first byte, dtype, shape, stride) of each tensor
+        size = 0
         for t in tensors:
             self.layout.append((size, t.dtype, t.shape, t.stride()))
             size += -(-t.nbytes // 256) * 256 # kernels need aligned weights
         self.flat = memory(size)
         with torch.no_grad():
-            for view, t in zip(self.views(self.flat), tensors): view.copy_(t)
+            for view, t in zip(self.views(self.flat), tensors):
+                view.copy_(t)
         self.point_to(self.flat)
 
-    def views(self, flat) -> list: # plain tensors
-        part = lambda at, dtype, shape: flat[at:at + prod(shape) * dtype.itemsize].view(dtype)
-        return [part(at, dtype, shape).as_strided(shape, stride) for at, dtype, shape, stride in self.layout]
+    def views(self, flat:torch.Tensor) -> list: # plain tensors
+        "The weights' plain tensors as views of a buffer."
+        out = []
+        for at, dtype, shape, stride in self.layout:
+            part = flat[at:at + prod(shape) * dtype.itemsize].view(dtype)
+            out.append(part.as_strided(shape, stride))
+        return out
 
-    def point_to(self, flat): # the block's weights become views of this buffer
+    def point_to(self, flat:torch.Tensor): # the block's weights become views of this buffer
+        "Make the block's weights views of this buffer."
         views = iter(self.views(flat))
         for m, k in self.params:
             w = rebuild_weight(m._parameters[k], views)
@@ -52,61 +64,65 @@ SLOTS = 3 # blocks on the GPU at a time: one computes, one is loaded, one was ju
 class BlockSwap:
     "Blocks that share a few slots on the GPU."
     def __init__(self,
-        blocks,
-        pinned_blocks, # `PinnedBlock` of each
-        device, # that computes
+        blocks:Sequence[nn.Module],
+        pinned_blocks:Sequence[PinnedBlock], # `PinnedBlock` of each
+        device:str|torch.device, # that computes
         slots:int=SLOTS, # two are enough if copies are faster than computing
-        streams=None, # default: `Streams(device)`
+        streams:Streams|None=None, # default: `Streams(device)`
     ):
-        self.pinned, self.device = pinned_blocks, torch.device(device)
+        self.pinned = pinned_blocks
+        self.device = torch.device(device)
         self.streams = streams or Streams(device)
-        size, slots = max(p.flat.nbytes for p in pinned_blocks), min(slots, len(pinned_blocks))
+        size = max(p.flat.nbytes for p in pinned_blocks)
+        slots = min(slots, len(pinned_blocks))
         self.slots = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(slots)]
-        self.holds, self.events = [None] * slots, [None] * slots # block in each slot, its copy's event
+        self.holds: list[int|None] = [None] * slots # block in each slot
+        self.events: list[Any] = [None] * slots # of its copy
         for n, block in enumerate(blocks):
             pinned_blocks[n].point_to(self.slots[n % slots])
             for m in block.modules():
                 m._buffers |= {k: b.to(self.device) for k, b in m._buffers.items() if b is not None}
-            block.register_forward_pre_hook(lambda block, args, n=n: self.prepare_block(n))
+            block.register_forward_pre_hook(partial(self._before, n))
 
     def __repr__(self):
         held = sum(s.nbytes for s in self.slots) / 1e9
         return f"BlockSwap of {len(self.pinned)} blocks, {held:.3f} GB on {self.device}"
 
-# %% ../../../nbs/devices/strategies/02_block_swap.ipynb #5ac77d2d
-@patch
-def upcoming(self:BlockSwap, n:int) -> list:
-    "The block about to compute and those that follow in this pass, one per slot."
-    ahead, count = range(len(self.slots)), len(self.pinned)
-    if torch._C._current_graph_task_id() != -1: return [n - k for k in ahead if n >= k] # in a backward pass
-    if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead] # another pass may follow
-    return [n + k for k in ahead if n + k < count]
+    def _before(self, n:int, block:nn.Module, args:tuple):
+        "Before the call of block `n`."
+        self.prepare_block(n)
 
-# %% ../../../nbs/devices/strategies/02_block_swap.ipynb #5ac77d01
-@patch
-def prepare_block(self:BlockSwap, n:int):
-    "Load the block about to compute, and queue the copies of those that follow."
-    todo = self.upcoming(n)
-    for i, k in enumerate(todo):
-        slot = k % len(self.slots)
-        if self.holds[slot] == k: continue
-        if self.holds[slot] in todo[:i]: break # it has not computed yet
-        self.holds[slot] = None # in case the copy is interrupted
-        self.events[slot] = self.streams.copy(self.slots[slot][:self.pinned[k].flat.nbytes],
-                                              self.pinned[k].flat)
-        self.holds[slot] = k
-    self.streams.wait(self.events[n % len(self.slots)])
+    def upcoming(self, n:int) -> list:
+        "The block about to compute and those that follow in this pass, one per slot."
+        ahead = range(len(self.slots))
+        count = len(self.pinned)
+        if torch._C._current_graph_task_id() != -1: return [n - k for k in ahead if n >= k] # in a backward pass
+        if not torch.is_grad_enabled(): return [(n + k) % count for k in ahead] # another pass may follow
+        return [n + k for k in ahead if n + k < count]
+
+    def prepare_block(self, n:int):
+        "Load the block about to compute, and queue the copies of those that follow."
+        todo = self.upcoming(n)
+        for i, k in enumerate(todo):
+            slot = k % len(self.slots)
+            if self.holds[slot] == k: continue
+            if self.holds[slot] in todo[:i]: break # it has not computed yet
+            self.holds[slot] = None # in case the copy is interrupted
+            self.events[slot] = self.streams.copy(self.slots[slot][:self.pinned[k].flat.nbytes],
+                                                  self.pinned[k].flat)
+            self.holds[slot] = k
+        self.streams.wait(self.events[n % len(self.slots)])
 
 # %% ../../../nbs/devices/strategies/02_block_swap.ipynb #314d5eb3
 def enable_block_swap(
-    transformer, # frozen except for its adapters
-    device, # where it computes and all but the blocks already is
-    pinned_blocks=None, # default: made here
+    transformer:Any, # frozen except for its adapters
+    device:str|torch.device, # where it computes and all but the blocks already is
+    pinned_blocks:Sequence[PinnedBlock]|None=None, # default: made here
     **kw, # of `BlockSwap`
 ): # the same
     "Load the blocks' weights to the device only while they compute."
     blocks = list(transformer.transformer_blocks)
-    pinned_blocks = pinned_blocks or [PinnedBlock(b, lambda n: pinned(n, device)) for b in blocks]
+    pinned_blocks = pinned_blocks or [PinnedBlock(b, partial(pinned, device=device)) for b in blocks]
     transformer.block_swap = BlockSwap(blocks, pinned_blocks, device, **kw)
     return forbid_move(transformer, "with block swap", "train.blocks_to_swap")
 
@@ -114,29 +130,37 @@ def enable_block_swap(
 class BlockSwapLoader:
     "Tells `load_quantized` where to keep the weights of a transformer with block swap."
     why = "block swap is on"
-    def __init__(self, device, kind=None): # that computes; quantization
-        self.main, self.kind, self.pinned = torch.device(device), kind, {}
+    def __init__(self, device:str|torch.device, kind:str|None=None): # that computes; quantization
+        self.main = torch.device(device)
+        self.kind = kind
+        self.pinned: dict[int, PinnedBlock] = {} # {number of the block: its weights}
 
-    def prepare(self, model): pass # before any weight is read
+    def prepare(self, model:Any):
+        "Nothing to do before the weights are read."
 
-    def device(self, name) -> torch.device: # of a tensor that is read
+    def device(self, name:str) -> torch.device: # of a tensor that is read
+        "The device of a tensor that is read: plain weights of blocks are pinned on the host."
         return self.main if self.kind or "transformer_blocks." not in name else torch.device("cpu")
 
-    def settle(self, model, name): # of a layer that got a tensor: pins a block that is complete
+    def settle(self, model:Any, name:str): # of a layer that got a tensor: pins a block that is complete
+        "Pin a block once it is complete."
         prefix, _, rest = name.partition("transformer_blocks.")
         if prefix or not rest: return
-        block = model.transformer_blocks[n := int(rest.split(".")[0])]
+        n = int(rest.split(".")[0])
+        block = model.transformer_blocks[n]
         if any(p.is_meta for p in block.parameters()): return
-        self.pinned[n] = PinnedBlock(block.requires_grad_(False), lambda size: pinned(size, self.main))
+        self.pinned[n] = PinnedBlock(block.requires_grad_(False), partial(pinned, device=self.main))
 
-    def finish(self, model):
+    def finish(self, model:Any):
+        "Start the block swap."
         blocks = [self.pinned.pop(n) for n in range(len(model.transformer_blocks))]
         return enable_block_swap(model, self.main, blocks)
 
 # %% ../../../nbs/devices/strategies/02_block_swap.ipynb #5c75e0b2
 class BlockSwapping(Strategy):
     "Block swap: the blocks' weights wait in pinned host memory and share a few slots on the GPU."
-    name, setting = "block swap", "blocks_to_swap"
+    name = "block swap"
+    setting = "blocks_to_swap"
     slowdown = 2.
     order = 3
 

@@ -6,6 +6,9 @@
 __all__ = ['launch_problem', 'full_tensor', 'shard_like', 'full_state', 'sharded_state', 'is_sharded', 'shard', 'ShardedWeights']
 
 # %% ../../../nbs/devices/strategies/05_fsdp.ipynb #51138c8e
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -31,16 +34,20 @@ def full_tensor(t:torch.Tensor) -> torch.Tensor:
     "A tensor with the parts of all processes."
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
-def shard_like(t:torch.Tensor, param:torch.Tensor) -> torch.Tensor:
+def shard_like(t:torch.Tensor, param:Any) -> torch.Tensor:
     "Shard a full tensor as a parameter is, if it is a DTensor."
     if not hasattr(param, "device_mesh") or t.shape != param.shape: return t
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(t.to(param.device), param.device_mesh, param.placements)
 
 # %% ../../../nbs/devices/strategies/05_fsdp.ipynb #1b57aa01
-def _map_state(state, fn): # fn(number of the parameter, tensor)
-    values = {i: {k: fn(i, v) if torch.is_tensor(v) else v for k, v in s.items()}
-              for i, s in state["state"].items()}
+def _map_state(state:dict, change:Callable) -> dict: # change(number of the parameter, tensor)
+    "An optimizer's state with other tensors."
+    values: dict = {}
+    for i, kept in state["state"].items():
+        values[i] = {}
+        for name, value in kept.items():
+            values[i][name] = change(i, value) if torch.is_tensor(value) else value
     return dict(state, state=values)
 
 def full_state(state:dict) -> dict:
@@ -58,7 +65,7 @@ def is_sharded(transformer:nn.Module) -> bool:
 
 def shard(
     transformer:nn.Module,
-    accelerator:object, # accelerate's, launched with FSDP
+    accelerator:Any, # accelerate's, launched with FSDP
 ) -> nn.Module: # the sharded transformer
     "Keep only this process's part of each weight; one block's are gathered at a time."
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -70,7 +77,8 @@ def shard(
 
 class ShardedWeights(Strategy):
     "FSDP: the processes share the weights. It is launched from outside and applied by `shard`."
-    name, setting = "sharded weights", "distributed"
+    name = "sharded weights"
+    setting = "distributed"
     order = 4
 
     def asked(self, train:TrainSection) -> bool:

@@ -7,6 +7,7 @@ __all__ = ['Streams', 'pinned', 'host_problem']
 
 # %% ../../../nbs/devices/strategies/01_host_memory.ipynb #3ba0242c
 import mmap, weakref
+from typing import Any
 
 import torch
 
@@ -16,12 +17,12 @@ from .base import StrategyFacts
 class Streams:
     "Copies beside a GPU's computing, one after the other; synchronous on other devices."
     def __init__(self,
-        device, # that computes
-        cuda=None, # module with CUDA's streams; default: torch.cuda on a GPU
+        device:str|torch.device, # that computes
+        cuda:Any=None, # module with CUDA's streams; default: torch.cuda on a GPU
     ):
         self.device = torch.device(device)
         self.cuda = cuda or (torch.cuda if self.device.type == "cuda" else None)
-        self.side = self.cuda and self.cuda.Stream(self.device)
+        self.side: Any = self.cuda and self.cuda.Stream(self.device)
 
     def copy(self, to:torch.Tensor, source:torch.Tensor):
         "Copy after all work queued so far; returns the event of its end."
@@ -33,11 +34,15 @@ class Streams:
             event.record(self.side)
         return event
 
-    def wait(self, event):
-        if self.cuda is not None: self.cuda.current_stream(self.device).wait_event(event)
+    def wait(self, event:Any):
+        "Let the GPU's computing wait for a copy."
+        if self.cuda is not None:
+            self.cuda.current_stream(self.device).wait_event(event)
 
-    def finish(self): # the CPU waits for all copies
-        if self.cuda is not None: self.side.synchronize()
+    def finish(self):
+        "Let the CPU wait for all copies."
+        if self.cuda is not None:
+            self.side.synchronize()
 
 # %% ../../../nbs/devices/strategies/01_host_memory.ipynb #f720cb49
 def pinned(
@@ -49,8 +54,10 @@ def pinned(
     "Pinned host memory in pages of its own; plain memory for other devices than a GPU."
     if torch.device(device).type != "cuda" or not size: return torch.empty(size, dtype=torch.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    out, cudart = torch.frombuffer(pages, dtype=torch.uint8), torch.cuda.cudart()
-    if code := int(cudart.cudaHostRegister(out.data_ptr(), size, 1)): # 1: for all GPUs
+    out = torch.frombuffer(pages, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(out.data_ptr(), size, 1)) # 1: for all GPUs
+    if code:
         remedy = f"{less} or set it to false" if code == 2 else "set it to false" # 2: no memory
         raise ValueError(f"`{key}` could not pin {size / 1e9:.2f} GB of host memory (CUDA error {code}, "
                          f"{cudart.cudaGetErrorString(cudart.cudaError(code))}); {remedy}")

@@ -7,19 +7,26 @@ __all__ = ['split_blocks', 'MoveInputs', 'enable_model_parallel', 'ModelParallel
 
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #1e3215fd
 import os, weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.planning.memory import MemoryQuery
 
 from .base import Strategy, StrategyFacts, forbid_move
 from ...models.quantizations.known import check_device
 
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #207330c9
 def split_blocks(
-    sizes, # bytes of each block
+    sizes:Sequence[int], # bytes of each block
     parts:int, # devices
 ) -> list: # number of each block's device, ascending
     "Split the blocks, in order, into parts of about the same number of bytes."
-    total, at, out = sum(sizes), 0, []
+    total = sum(sizes)
+    at = 0
+    out = []
     for s in sizes:
         out.append(min(parts - 1, int((at + s / 2) / total * parts)))
         at += s
@@ -28,56 +35,77 @@ def split_blocks(
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #70ead64e
 class MoveInputs:
     "Moves a module's inputs to its device; a tensor without gradient is copied once to each."
-    def __init__(self): self.copies = {} # {(id, device): (weak reference to the original, copy)}
+    def __init__(self):
+        self.copies: dict[tuple, tuple] = {} # {(id, device): (weak reference to the original, copy)}
 
-    def __call__(self, x, device): # tensor, or tuples, lists and dicts of them
+    def __call__(self, x:Any, device:torch.device): # tensor, or tuples, lists and dicts of them
         if isinstance(x, (tuple, list)): return type(x)(self(y, device) for y in x)
         if isinstance(x, dict): return {k: self(y, device) for k, y in x.items()}
         if not isinstance(x, torch.Tensor) or x.device == device: return x
         if x.requires_grad: return x.to(device)
-        copies, key = self.copies, (id(x), device)
+        copies = self.copies
+        key = (id(x), device)
         if key not in copies or copies[key][0]() is not x:
-            forget = lambda ref: copies.pop(key) if key in copies and copies[key][0] is ref else None
-            copies[key] = weakref.ref(x, forget), x.to(device)
+            def forget(ref:weakref.ref):
+                if key in copies and copies[key][0] is ref:
+                    del copies[key]
+            copies[key] = (weakref.ref(x, forget), x.to(device))
         return copies[key][1]
 
-    def hook(self, module, device):
-        move = lambda m, args, kw: (self(args, device), self(kw, device))
+    def hook(self, module:torch.nn.Module, device:torch.device):
+        "Move a module's inputs before each call."
+        def move(m:torch.nn.Module, args:tuple, kw:dict) -> tuple:
+            return self(args, device), self(kw, device)
         module.register_forward_pre_hook(move, with_kwargs=True)
 
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #e1e27b27
-def enable_model_parallel(transformer, blocks):
+def enable_model_parallel(
+    transformer:Any, # QwenImageTransformer2DModel
+    blocks:Sequence[torch.device], # of each block
+) -> Any: # the same transformer
     "Run a transformer whose blocks are on these devices."
     moves = MoveInputs()
     for block, device in zip(transformer.transformer_blocks, blocks):
-        if device != blocks[0]: moves.hook(block, device)
+        if device != blocks[0]:
+            moves.hook(block, device)
     moves.hook(transformer.norm_out, blocks[-1])
-    transformer.proj_out.register_forward_hook(lambda m, args, out: out.to(blocks[0]))
+
+    def bring_back(m:torch.nn.Module, args:tuple, out:torch.Tensor) -> torch.Tensor:
+        return out.to(blocks[0])
+    transformer.proj_out.register_forward_hook(bring_back)
     return forbid_move(transformer, "on several GPUs", "train.model_parallel_devices")
 
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #e1e27b01
 class ModelParallelLoader:
     "Tells `load_quantized` on which device to put each weight of a transformer."
     why = "its blocks are on several GPUs"
-    def __init__(self, devices): # the first gets the embedding layers too, the last the final projection
-        self.devices, self.blocks = [torch.device(d) for d in devices], None
+    def __init__(self, devices:Sequence[str]): # the first gets the embedding layers too, the last the final projection
+        self.devices = [torch.device(d) for d in devices]
+        self.blocks: list[torch.device] = [] # of each block, known once the model is
 
-    def prepare(self, model):
+    def prepare(self, model:Any):
+        "Decide the device of each block by its bytes."
         sizes = [sum(p.nbytes for p in block.parameters()) for block in model.transformer_blocks]
         self.blocks = [self.devices[d] for d in split_blocks(sizes, len(self.devices))]
 
-    def device(self, name) -> torch.device: # of a tensor that is read
+    def device(self, name:str) -> torch.device:
+        "The device of a tensor that is read."
         prefix, _, rest = name.partition("transformer_blocks.")
         if rest and not prefix: return self.blocks[int(rest.split(".")[0])]
         return self.devices[-1 if name.startswith(("norm_out", "proj_out")) else 0]
 
-    def settle(self, model, name): pass
-    def finish(self, model): return enable_model_parallel(model, self.blocks)
+    def settle(self, model:Any, name:str):
+        "Nothing to do after a layer."
+
+    def finish(self, model:Any) -> Any: # the model
+        "Move each block's inputs to its device."
+        return enable_model_parallel(model, self.blocks)
 
 # %% ../../../nbs/devices/strategies/04_model_parallel.ipynb #8c46b3e3
 class SplitBlocks(Strategy):
     "The blocks are split over several GPUs, which compute one after the other."
-    name, setting = "split blocks", "model_parallel_devices"
+    name = "split blocks"
+    setting = "model_parallel_devices"
     slowdown = 1.02
     order = 1
 

@@ -7,8 +7,13 @@ __all__ = ['PinnedPool', 'OffloadedInputs', 'offload_checkpoint_inputs', 'Offloa
 
 # %% ../../../nbs/devices/strategies/03_offload.ipynb #684aca32
 import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from qie_nb.planning.memory import MemoryQuery
 
 from .base import Strategy, StrategyFacts
 from .host_memory import Streams, host_problem, pinned
@@ -16,54 +21,78 @@ from .host_memory import Streams, host_problem, pinned
 # %% ../../../nbs/devices/strategies/03_offload.ipynb #a604a054
 class PinnedPool:
     "Pinned buffers that are used again. All copies are in one stream, so none begins before an older one ends."
-    def __init__(self, streams): self.streams, self.free = streams, []
+    def __init__(self, streams:Streams):
+        self.streams = streams
+        self.free: list[torch.Tensor] = []
 
     def take(self, size:int) -> torch.Tensor: # uint8, at least so many bytes
+        "A free buffer, or a new one."
         self.free.sort(key=len)
         fits = next((k for k, b in enumerate(self.free) if len(b) >= size), None)
         if fits is not None: return self.free.pop(fits)
-        if self.free: self.streams.finish(), self.free.pop() # a larger buffer takes its place
+        if self.free: # a larger buffer takes the place of one
+            self.streams.finish()
+            self.free.pop()
         return pinned(size, self.streams.device, "train.offload_activations", "use smaller images")
 
 class OffloadedInputs:
     "The inputs of one checkpointed block."
-    def __init__(self, pool, previous): # weak reference to the block before
-        self.pool, self.streams, self.previous = pool, pool.streams, previous
-        self.buffers, self.host, self.back = [], [], {}
+    def __init__(self, pool:PinnedPool, previous:Callable): # weak reference to the block before
+        self.pool = pool
+        self.streams = pool.streams
+        self.previous = previous
+        self.buffers: list[torch.Tensor] = []
+        self.host: list[torch.Tensor] = [] # the inputs, in their buffers
+        self.back: dict[int, tuple] = {} # {position: (tensor on the device, event)}
 
-    def __del__(self): self.pool.free += self.buffers
+    def __del__(self):
+        self.pool.free += self.buffers
 
     def put(self, t:torch.Tensor) -> tuple:
-        self.buffers.append(buffer := self.pool.take(t.nbytes))
+        "Queue the copy of a tensor to the host; returns what `saved_tensors_hooks` keeps instead."
+        buffer = self.pool.take(t.nbytes)
+        self.buffers.append(buffer)
         host = buffer[:t.nbytes].view(t.dtype).view(t.shape)
         self.streams.copy(host, t.detach())
         self.host.append(host)
-        if t.is_cuda: t.record_stream(self.streams.side) # its memory must not be reused before the copy
+        if t.is_cuda:
+            t.record_stream(self.streams.side) # its memory must not be reused before the copy
         return self, len(self.host) - 1
 
     def get(self, i:int) -> torch.Tensor:
-        if i not in self.back: self.prefetch()
-        if previous := self.previous(): previous.prefetch()
+        "A tensor on the device again; the copies of the block before are queued."
+        if i not in self.back:
+            self.prefetch()
+        previous = self.previous()
+        if previous:
+            previous.prefetch()
         t, event = self.back.pop(i)
         self.streams.wait(event)
         return t
 
-    def prefetch(self): # queues the copies back
+    def prefetch(self):
+        "Queue the copies back."
         for i, host in enumerate(self.host):
             if i in self.back: continue
             t = torch.empty_like(host, device=self.streams.device)
             self.back[i] = t, self.streams.copy(t, host)
-            if t.is_cuda: t.record_stream(self.streams.side)
+            if t.is_cuda:
+                t.record_stream(self.streams.side)
 
 # %% ../../../nbs/devices/strategies/03_offload.ipynb #b1995069
+def _nothing() -> None:
+    "As a weak reference to what is gone."
+
 def offload_checkpoint_inputs(
-    transformer, # with gradient checkpointing enabled
-    device,
+    transformer:Any, # with gradient checkpointing enabled
+    device:str|torch.device,
     **kw, # of `Streams`
 ): # the same
     "Keep the inputs of checkpointed blocks in host memory."
-    checkpoint, last = transformer._gradient_checkpointing_func, lambda: None
+    checkpoint = transformer._gradient_checkpointing_func
     pool = PinnedPool(Streams(device, **kw))
+    last: Callable = _nothing # returns the inputs of the block before
+
     def run(block, hidden_states, encoder_hidden_states, *args, **kwargs):
         nonlocal last
         kept = OffloadedInputs(pool, last)
@@ -79,7 +108,8 @@ def offload_checkpoint_inputs(
 # %% ../../../nbs/devices/strategies/03_offload.ipynb #44f2a0d3
 class OffloadedActivations(Strategy):
     "The inputs of checkpointed blocks wait in pinned host memory."
-    name, setting = "offloaded inputs", "offload_activations"
+    name = "offloaded inputs"
+    setting = "offload_activations"
     slowdown = 1.1
     order = 2
 

@@ -7,6 +7,10 @@ __all__ = ['in_order', 'asked_for', 'used_by', 'weight_loader', 'STRATEGIES', 'S
 
 # %% ../../../nbs/devices/strategies/06_ways.ipynb #01be0bda
 from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qie_nb.planning.memory import MemoryQuery
 
 from ...config import TrainSection
 from . import block_swap, offload, model_parallel, fsdp # each registers its class
@@ -31,7 +35,7 @@ def used_by(
 
 def weight_loader(
     facts:StrategyFacts,
-): # a loader for `load_quantized`, or None: everything on its device
+) -> Any: # a `Placement` for `load_quantized`; None: everything on its device
     "Where a transformer's weights are kept. Raises ValueError if a way that is asked for is impossible."
     asked = asked_for(facts.train)
     for strategy in asked:

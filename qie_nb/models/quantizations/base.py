@@ -7,7 +7,9 @@ __all__ = ['QUANTIZATIONS', 'advised', 'library_version', 'row_blocks', 'frozen'
            'plain_tensors', 'rebuild_weight']
 
 # %% ../../../nbs/models/quantizations/00_base.ipynb #bbae08b4
+from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from torch import nn
 from ...core.settings import register_class
 
 # %% ../../../nbs/models/quantizations/00_base.ipynb #a4296ed3
-QUANTIZATIONS = {} # {name: `Quantization`}, in the order of their definition
+QUANTIZATIONS: dict[str, "Quantization"] = {} # by name, in the order of their definition
 
 def advised(
     purpose:str, # one of a class's `purposes`
@@ -25,7 +27,7 @@ def advised(
 
 def library_version(
     library:str, # on PyPI
-) -> tuple: # (major, minor), or None if it is not installed
+) -> tuple|None: # (major, minor); None: it is not installed
     "The installed version of a package."
     try:
         parts = metadata.version(library).split("+")[0].split(".")
@@ -41,10 +43,14 @@ def row_blocks(
     return weight.split(max(64, 2**20 // weight.shape[1] // 64 * 64))
 
 def frozen(
-    tensor:torch.Tensor, # or None
-) -> nn.Parameter: # or None
+    tensor:torch.Tensor,
+) -> nn.Parameter:
     "A parameter that is not trained."
-    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+    return nn.Parameter(tensor, requires_grad=False)
+
+def _frozen_bias(bias:torch.Tensor|None, dtype:torch.dtype|None=None) -> nn.Parameter|None:
+    "A bias that is not trained; None: the layer has none."
+    return None if bias is None else frozen(bias.to(dtype))
 
 def split_bias(
     tensors:dict, # {name within a layer: tensor}, as of `Quantization.to_tensors`
@@ -61,12 +67,12 @@ class Quantization:
     name = ""            # in the configuration
     package = "torch"    # on PyPI
     bits = 8.            # per weight, including its share of the scales
-    purposes = ()        # for which messages and plans advise it, see `advised`
+    purposes: tuple[str, ...] = () # for which messages and plans advise it, see `advised`
     slowdown = 1.        # of a step, to rank strategies
     copies = False       # does autograd keep dequantized weights until the backward pass?
     keeps_inputs = False # does autograd keep the inputs of frozen layers?
     float8 = False       # are weights stored in float8?
-    parts = ("",)        # endings of a saved weight's tensors, after `weight`
+    parts: tuple[str, ...] = ("",) # endings of a saved weight's tensors, after `weight`
     any_dtype = False    # does a saved copy fit each compute dtype?
     packed = False       # for the device it was made on, so that it cannot move?
     no_block_swap = ""   # why blocks cannot be swapped, to continue a sentence
@@ -76,7 +82,8 @@ class Quantization:
         super().__init_subclass__(**kw)
         register_class("quantization", cls, QUANTIZATIONS)
 
-    def __repr__(self): return f"{type(self).__name__}({self.bits:g} bits, {self.package})"
+    def __repr__(self):
+        return f"{type(self).__name__}({self.bits:g} bits, {self.package})"
 
     @property
     def label(self) -> str: # as in a plan
@@ -137,10 +144,11 @@ class Quantization:
         linear:nn.Module, # as of `quantize`
     ) -> dict: # {name within the layer: plain tensor}
         "A layer as plain tensors."
-        w = linear.weight
+        w: Any = linear.weight # a tensor, or a library's subclass of it
         names = w.__tensor_flatten__()[0] if hasattr(w, "__tensor_flatten__") else []
         out = {f"weight.{n}": getattr(w, n) for n in names} or {"weight": w.data}
-        if linear.bias is not None: out["bias"] = linear.bias
+        if linear.bias is not None:
+            out["bias"] = linear.bias
         return out
 
     def small_layer(self,
@@ -149,10 +157,10 @@ class Quantization:
         dtype:torch.dtype, # to compute in
     ) -> nn.Module:
         "A quantized layer of 64 outputs that `from_tensors` then fills."
-        out = nn.Linear(linear.in_features, 64, bias, "cpu", dtype).requires_grad_(False)
-        nn.init.ones_(out.weight)
+        plain = nn.Linear(linear.in_features, 64, bias, "cpu", dtype).requires_grad_(False)
+        nn.init.ones_(plain.weight)
         with torch.no_grad():
-            out = self.quantize(out).requires_grad_(False)
+            out: Any = self.quantize(plain).requires_grad_(False) # a library's own layer
         out.out_features = linear.out_features
         return out
 
@@ -163,12 +171,14 @@ class Quantization:
     ) -> nn.Module: # as of `quantize`
         "A layer from its plain tensors."
         weight, bias = split_bias(tensors)
-        shape, stride = linear.weight.shape, (linear.in_features, 1)
-        out = self.small_layer(linear, bias is not None, dtype)
+        shape = linear.weight.shape
+        stride = (linear.in_features, 1)
+        out: Any = self.small_layer(linear, bias is not None, dtype)
         names, about = out.weight.__tensor_flatten__()
-        if "size" in about: about = about | dict(size=str(list(shape)), stride=str(list(stride)))
+        if "size" in about:
+            about = about | dict(size=str(list(shape)), stride=str(list(stride)))
         out.weight = frozen(type(out.weight.data).__tensor_unflatten__(weight, about, shape, stride))
-        out.bias = None if bias is None else frozen(bias.to(dtype))
+        out.bias = _frozen_bias(bias, dtype)
         return out
 
     # --- one weight
@@ -186,8 +196,8 @@ class Quantization:
         return [p for n in weight.__tensor_flatten__()[0] for p in plain_tensors(getattr(weight, n))]
 
     def rebuild(self,
-        weight:torch.Tensor, # plain or quantized
-        new, # iterator of tensors like those of `inner_tensors`
+        weight:Any, # plain or quantized tensor
+        new:Iterator[torch.Tensor], # like those of `inner_tensors`
     ) -> torch.Tensor: # or the same, changed in place
         "A weight with other memory, e.g. on another device."
         if not hasattr(weight, "__tensor_flatten__"): return next(new)
@@ -229,7 +239,7 @@ def plain_tensors(
 
 def rebuild_weight(
     weight:torch.Tensor, # plain or quantized
-    new, # iterator of plain tensors
+    new:Iterator[torch.Tensor], # plain ones
 ) -> torch.Tensor:
     "A weight with other memory, see `Quantization.rebuild`."
     return quantization_of(weight).rebuild(weight, new)

@@ -6,10 +6,12 @@
 __all__ = ['Fp8Storage']
 
 # %% ../../../nbs/models/quantizations/04_fp8_storage.ipynb #bcec1abc
+from typing import Any
+
 import torch
 from torch import nn
 
-from .base import Quantization, advised, frozen, split_bias
+from .base import Quantization, _frozen_bias, advised, frozen, split_bias
 
 # %% ../../../nbs/models/quantizations/04_fp8_storage.ipynb #e307900c
 class Fp8Storage(Quantization):
@@ -21,12 +23,12 @@ class Fp8Storage(Quantization):
     purposes = ("no package",)
 
     @property
-    def no_block_swap(self) -> str:
+    def no_block_swap(self) -> str: # type: ignore[override] # text of another class is known later
         "Why blocks cannot be swapped."
         return f"which gives its layers new memory; use {advised('8 bits')}"
 
     @property
-    def no_fp16(self) -> str:
+    def no_fp16(self) -> str: # type: ignore[override] # text of another class is known later
         "Why products cannot be in scaled float16."
         small = f"{advised('8 bits without float8')} or {advised('4 bits')}"
         return f"whose layers are cast by hooks; use {small}"
@@ -34,8 +36,10 @@ class Fp8Storage(Quantization):
     def quantize(self, linear:nn.Linear) -> nn.Module:
         "Quantize a layer in place."
         from diffusers.hooks import apply_layerwise_casting
-        linear.compute_dtype = linear.weight.dtype
-        apply_layerwise_casting(linear, torch.float8_e4m3fn, linear.compute_dtype, skip_modules_pattern=None)
+        layer: Any = linear # it gets an attribute
+        layer.compute_dtype = linear.weight.dtype
+        none: Any = None # diffusers' default is a name of patterns
+        apply_layerwise_casting(linear, torch.float8_e4m3fn, layer.compute_dtype, skip_modules_pattern=none)
         return linear
 
     def bytes(self, inputs:int, outputs:int, base_bytes:int=2) -> int:
@@ -45,6 +49,7 @@ class Fp8Storage(Quantization):
     def from_tensors(self, linear:nn.Linear, tensors:dict, dtype:torch.dtype) -> nn.Module:
         "A layer from its plain tensors; its bias has eight bits too."
         weight, bias = split_bias(tensors)
-        out = self.small_layer(linear, bias is not None, dtype)
-        out.weight, out.bias = frozen(weight[""]), frozen(bias)
+        out: Any = self.small_layer(linear, bias is not None, dtype)
+        out.weight = frozen(weight[""])
+        out.bias = _frozen_bias(bias)
         return out

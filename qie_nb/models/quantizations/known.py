@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['NOT_QUANTIZED', 'check_device', 'dtype_name', 'parse_quantization', 'check_quantization', 'quantizable_layers',
-           'quantize_linear', 'quantize', 'held_bytes', 'QUANTIZATIONS', 'Quantization']
+           'linear_of', 'quantize_linear', 'quantize', 'held_bytes', 'QUANTIZATIONS', 'Quantization']
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #95ea8da3
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -34,9 +36,11 @@ def dtype_name(dtype:torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #07f57001
-def parse_quantization(value) -> str: # name, or None
+def parse_quantization(
+    value:str|bool|None,
+) -> str|None: # a key of `QUANTIZATIONS`; None: plain weights
     "The quantization meant by a name or a bool; `True` means eight bits."
-    if value in (None, False, "none"): return None
+    if value is None or value is False or value == "none": return None
     if value is True: return advised("8 bits")
     if value not in QUANTIZATIONS:
         raise ValueError(f"`quantize` must be true, false, none or one of {', '.join(QUANTIZATIONS)}, "
@@ -45,23 +49,37 @@ def parse_quantization(value) -> str: # name, or None
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #0a55660d
 def check_quantization(
-    quantization, # a name, a bool or None
-    device="cpu",
+    quantization:str|bool|None, # as for `parse_quantization`
+    device:str|torch.device="cpu", # of the weights
     key:str="model.quantize", # setting, for the message
-) -> str: # the name, or None
+) -> str|None: # the name
     "Raises ValueError if a quantization cannot work here."
     name = parse_quantization(quantization)
-    if name: QUANTIZATIONS[name].check(torch.device(device), key)
+    if name:
+        QUANTIZATIONS[name].check(torch.device(device), key)
     return name
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #9810d474
 NOT_QUANTIZED = ("img_in", "txt_in", "time_text_embed", "norm_out", "proj_out", "lm_head", "embed_tokens",
                  "visual", "lora_")
 
-def quantizable_layers(model:nn.Module) -> list: # names of linear layers
-    plain = lambda w: type(w) is nn.Parameter and w.is_floating_point() and w.element_size() > 1
-    return [n for n, m in model.named_modules()
-            if type(m) is nn.Linear and plain(m.weight) and not any(k in n for k in NOT_QUANTIZED)]
+def _is_wide(weight:torch.Tensor) -> bool:
+    "Is it a plain parameter of more than eight bits?"
+    return type(weight) is nn.Parameter and weight.is_floating_point() and weight.element_size() > 1
+
+def quantizable_layers(
+    model:nn.Module, # may be on the meta device
+) -> list: # of names
+    "The linear layers of a model's blocks: none of `NOT_QUANTIZED`, and none that is quantized."
+    inner = [n for n, m in model.named_modules() if type(m) is nn.Linear and _is_wide(m.weight)]
+    return [n for n in inner if not any(part in n for part in NOT_QUANTIZED)]
+
+def linear_of(
+    model:nn.Module,
+    name:str, # one of `quantizable_layers`
+) -> nn.Linear:
+    "A layer by its name."
+    return cast(nn.Linear, model.get_submodule(name)) # torch knows only that it is a module
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #70c13601
 def quantize_linear(
@@ -75,16 +93,22 @@ def quantize_linear(
 # %% ../../../nbs/models/quantizations/05_known.ipynb #1131c8bf
 def quantize(
     model:nn.Module,
-    quantization=True, # a key of `QUANTIZATIONS`, or a bool
+    quantization:str|bool=True, # a key of `QUANTIZATIONS`, or a bool
 ) -> nn.Module: # the same
     "Check with `check_quantization`, then quantize and freeze a model's inner linear layers in place."
     name = check_quantization(quantization, next(model.parameters()).device)
-    for layer in quantizable_layers(model) if name else ():
-        model.set_submodule(layer, quantize_linear(model.get_submodule(layer), name))
+    if not name: return model
+    for layer in quantizable_layers(model):
+        model.set_submodule(layer, quantize_linear(linear_of(model, layer), name))
     return model
 
 # %% ../../../nbs/models/quantizations/05_known.ipynb #0bfa010e
 def held_bytes(model:nn.Module) -> int:
     "Bytes of a model's parameters and buffers including scales; shared memory counts once."
-    tensors = [p for t in (*model.parameters(), *model.buffers()) for p in plain_tensors(t) if not p.is_meta]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    sizes = {} # {address: bytes}
+    for tensor in (*model.parameters(), *model.buffers()):
+        for part in plain_tensors(tensor):
+            if not part.is_meta:
+                storage = part.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -7,24 +7,27 @@ __all__ = ['linear4bit', 'NF4']
 
 # %% ../../../nbs/models/quantizations/02_nf4.ipynb #e01d41bf
 import copy, math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-from .base import Quantization, advised, frozen, row_blocks, split_bias
+from .base import Quantization, _frozen_bias, advised, row_blocks, split_bias
 
 # %% ../../../nbs/models/quantizations/02_nf4.ipynb #b8c2c903
 def linear4bit(
     packed:torch.Tensor, # uint8, two weights each
-    state, # their `QuantState`
-    bias:torch.Tensor, # or None
+    state:Any, # their `QuantState`
+    bias:torch.Tensor|None,
 ) -> nn.Module:
     "A layer of bitsandbytes from its parts."
     from bitsandbytes.nn import Linear4bit, Params4bit
     rows, columns = state.shape
-    out = Linear4bit(columns, rows, bias is not None, state.dtype, quant_type="nf4", device="meta")
+    out: Any = Linear4bit(columns, rows, bias is not None, state.dtype, quant_type="nf4", device="meta")
     out.support_avx512bf16_for_cpu = False
-    out.quant_state, out.bias = state, bias
+    out.quant_state = state
+    out.bias = bias
     out.weight = Params4bit(packed, False, state, 64, True, "nf4", module=out, bnb_quantized=True)
     return out
 
@@ -73,7 +76,8 @@ class NF4(Quantization):
     def to_tensors(self, linear:nn.Module) -> dict:
         "A layer in bitsandbytes' own format."
         out = super().to_tensors(linear)
-        about = linear.weight.quant_state.as_dict(packed=True)
+        weight: Any = linear.weight
+        about = weight.quant_state.as_dict(packed=True)
         return out | {f"weight.{n}": t for n, t in about.items()}
 
     def from_tensors(self, linear:nn.Linear, tensors:dict, dtype:torch.dtype) -> nn.Module:
@@ -83,23 +87,25 @@ class NF4(Quantization):
         packed = weight.pop("")
         state = QuantState.from_dict(weight, packed.device)
         state.dtype = dtype
-        return linear4bit(packed, state, None if bias is None else frozen(bias.to(dtype)))
+        return linear4bit(packed, state, _frozen_bias(bias, dtype))
 
-    def holds(self, weight:torch.Tensor) -> bool:
+    def holds(self, weight:Any) -> bool:
         "Is it a packed weight of bitsandbytes?"
         return getattr(weight, "quant_state", None) is not None
 
-    def _states(self, weight) -> list: # of the weight, and of its quantized scales
+    def _states(self, weight:Any) -> list: # of the weight, and of its quantized scales
+        "bitsandbytes' descriptions of a packed weight."
         state = weight.quant_state
         return [s for s in (state, getattr(state, "state2", None)) if s]
 
     def inner_tensors(self, weight:torch.Tensor) -> list:
         "The packed weight, and scales and tables of both quantizations."
         out = [weight]
-        for state in self._states(weight): out += [state.absmax, state.code]
+        for state in self._states(weight):
+            out += [state.absmax, state.code]
         return out
 
-    def rebuild(self, weight:torch.Tensor, new) -> torch.Tensor:
+    def rebuild(self, weight:Any, new:Iterator[torch.Tensor]) -> torch.Tensor:
         "The same weight, with other memory."
         weight.data = next(new)
         for state in self._states(weight):
@@ -107,7 +113,7 @@ class NF4(Quantization):
             state.code = next(new)
         return weight
 
-    def dequantized(self, weight:torch.Tensor, dtype:torch.dtype=torch.float32) -> torch.Tensor:
+    def dequantized(self, weight:Any, dtype:torch.dtype=torch.float32) -> torch.Tensor:
         "A weight's numbers, unpacked into a dtype."
         from bitsandbytes.functional import dequantize_4bit
         state = copy.copy(weight.quant_state)

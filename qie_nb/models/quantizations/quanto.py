@@ -7,6 +7,7 @@ __all__ = ['Quanto', 'Rows', 'QFloat8', 'QInt8', 'QInt4']
 
 # %% ../../../nbs/models/quantizations/01_quanto.ipynb #3423ee56
 import os, shutil
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,8 +29,8 @@ class Quanto(Quantization):
         out.freeze()
         return out
 
-    def adjust(self, layer:nn.Module):
-        "Change a layer's settings before its weight is quantized."
+    def adjust(self, layer:Any):
+        "Change the settings of a layer of quanto before its weight is quantized."
 
 class Rows(Quanto):
     "Eight bits, with one scale for each row in the compute dtype."
@@ -40,16 +41,16 @@ class Rows(Quanto):
         "Bytes of a layer in memory."
         return inputs * outputs + outputs * base_bytes + outputs * base_bytes
 
-    def holds(self, weight:torch.Tensor) -> bool:
+    def holds(self, weight:Any) -> bool:
         "Is it an eight-bit weight of quanto?"
         if not (hasattr(weight, "_data") and hasattr(weight, "_scale")): return False
         return weight._data.element_size() == 1 and weight._data.shape == weight.shape
 
-    def dequantized(self, weight:torch.Tensor, dtype:torch.dtype=torch.float32) -> torch.Tensor:
+    def dequantized(self, weight:Any, dtype:torch.dtype=torch.float32) -> torch.Tensor:
         "A weight's numbers without the scales of its rows."
         return weight._data.to(dtype)
 
-    def fp16_product(self, weight:torch.Tensor, power:float=1.) -> tuple:
+    def fp16_product(self, weight:Any, power:float=1.) -> tuple:
         "A weight without its scales, which multiply the outputs."
         return weight._data.to(torch.float16).mul_(1 / power), weight._scale.flatten().float() * power
 
@@ -60,7 +61,7 @@ class QFloat8(Rows):
     float8 = True
     purposes = ("8 bits",)
 
-    def adjust(self, layer:nn.Module):
+    def adjust(self, layer:Any):
         "Avoid Marlin."
         import optimum.quanto as quanto
         layer.activation_qtype = quanto.qfloat8
@@ -71,11 +72,13 @@ class QInt8(Rows):
     purposes = ("8 bits without float8",)
 
 # %% ../../../nbs/models/quantizations/01_quanto.ipynb #1bf2b41d
-def _missing_tools(device) -> list:
+def _missing_tools(device:torch.device) -> list: # of names
+    "The compilers that quanto's four bits need and that are not found."
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     tools = {"ninja": shutil.which("ninja"),
              "g++": shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")}
-    if device.type == "cuda": tools["nvcc"] = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if device.type == "cuda":
+        tools["nvcc"] = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     return [name for name, path in tools.items() if not path]
 
 class QInt4(Quanto):
@@ -85,7 +88,7 @@ class QInt4(Quanto):
     packed = True
 
     @property
-    def no_block_swap(self) -> str:
+    def no_block_swap(self) -> str: # type: ignore[override] # text of another class is known later
         "Why blocks cannot be swapped."
         return f"which is packed for each kind of GPU; use {advised('4 bits')}"
 
@@ -101,11 +104,12 @@ class QInt4(Quanto):
         "Why layers cannot be saved."
         return f"is packed for one kind of device and cannot be saved; use {advised('4 bits')}"
 
-    def adjust(self, layer:nn.Module):
+    def adjust(self, layer:Any):
         "Groups that avoid the kernels for 128."
         layer.weight_group_size = next((g for g in (64, 32) if layer.in_features % g == 0), None)
 
     def bytes(self, inputs:int, outputs:int, base_bytes:int=2) -> float:
         "Bytes of a layer in memory."
-        n, group = inputs * outputs, 64 if inputs % 64 == 0 else 32
+        n = inputs * outputs
+        group = 64 if inputs % 64 == 0 else 32
         return n / 2 + 2 * n / group * base_bytes + outputs * base_bytes

@@ -7,6 +7,7 @@ __all__ = ['check_torchao', 'TorchAO', 'Int8', 'Float8']
 
 # %% ../../../nbs/models/quantizations/03_torchao.ipynb #abb28177
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,14 +40,17 @@ class TorchAO(Quantization):
     def quantize(self, linear:nn.Linear) -> nn.Module:
         "Quantize a layer in place, a few rows at a time."
         from torchao.quantization import quantize_
-        done, w = [], linear.weight
+        w = linear.weight
+        done: list[Any] = [] # torchao's tensors of some rows each
         for rows in row_blocks(w):
             part = nn.Linear(w.shape[1], len(rows), bias=False, device="meta")
             part.weight = frozen(rows)
             quantize_(part, self.config())
             done.append(part.weight.data)
         names, about = done[0].__tensor_flatten__()
-        inner = {n: torch.cat([getattr(d, n) for d in done]) for n in names}
+        inner = {}
+        for name in names:
+            inner[name] = torch.cat([getattr(part, name) for part in done])
         linear.weight = frozen(type(done[0]).__tensor_unflatten__(inner, about, w.shape, w.stride()))
         return linear
 

@@ -11,17 +11,20 @@ import copy, json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
+
 from ...core.settings import either, register_class
 from ..encoders import Prefix, PrefixNotSharable, PrefixTokens
 
 # %% ../../../nbs/models/variants/00_base.ipynb #38652630
-VARIANTS = {} # {name: `Variant`}, in the order of their definition
+VARIANTS: dict[str, "Variant"] = {} # by name, in the order of their definition
 
 class VAEShape(NamedTuple):
     "What a VAE makes of an image."
@@ -59,15 +62,15 @@ class Variant:
     multi_image = False   # several control images?
     trained_images = 1    # control images of one edit in the model's own training, at most
     control_area = 1024 * 1024 # pixels for the VAE
-    vl_area = None        # pixels for the text encoder; None: as for the VAE
+    vl_area: int|None = None # pixels for the text encoder; None: as for the VAE
     zero_cond_t = False   # are control tokens modulated at timestep 0?
     image_prefix = ""     # inserted before the prompt for each control image
     image_words = 0       # tokens of this prefix, without those of the image
     published_name = ""   # of the model on the hub, without its owner
     implementation = ""   # address of the model's own code
     base_version = ""     # what other trainers call it in a LoRA's header; "": nothing
-    published = {}        # config.json of the published transformer, as far as a plan needs it
-    comfyui = None        # `ComfyModel`; None: there are no nodes for it
+    published: dict[str, Any] = {} # config.json of the published transformer, as far as a plan needs it
+    comfyui: ComfyModel|None = None # None: there are no nodes for it
     image_positions = "3d" # `model.image_positions`
     encoders = ("vae", "text_encoder", "tokenizer", "processor") # components that precompute needs
     processor = "processor" # component that makes tokens of a prompt
@@ -75,15 +78,17 @@ class Variant:
     sees_images = True    # does a prompt's embedding depend on the control images?
     modulation_table = False # is the modulation a function of the timestep alone, in every block?
     file_mark = ""        # a tensor by which ComfyUI's file of this transformer differs from others'
-    unused_layers = ()    # of the last block: they do not influence the image
+    unused_layers: tuple[str, ...] = () # of the last block: they do not influence the image
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         register_class("variant", cls, VARIANTS)
 
-    def __repr__(self): return f"{type(self).__name__}({self.name!r}, {self.pipeline})"
+    def __repr__(self):
+        return f"{type(self).__name__}({self.name!r}, {self.pipeline})"
 
-    def __str__(self): return f"{self.title} {self.name} ({self.pipeline})".strip()
+    def __str__(self):
+        return f"{self.title} {self.name} ({self.pipeline})".strip()
 
     @property
     def components(self) -> tuple: # names
@@ -125,9 +130,12 @@ class Variant:
             base_version=self.base_version))
 
     # --- prompts
-    positions = None # of image tokens in prompt embeddings, 3d or 1d; None: they have none
+    @property
+    def positions(self) -> str|None: # 3d or 1d
+        "Positions of image tokens in prompt embeddings; None: they have none."
+        return None
 
-    def installed_positions(self) -> str: # as `positions`
+    def installed_positions(self) -> str|None: # as `positions`
         "Positions of image tokens in the installed pipeline."
         return self.positions
 
@@ -165,7 +173,7 @@ class Variant:
 
     def encode_prefix(self,
         text_encoder:nn.Module,
-        processor:object, # the component of this name
+        processor:Any, # the component of this name
         image_sets:list, # B lists of PIL images at the text encoder's size; the same sizes in each
     ) -> Prefix:
         "Encode what is before a prompt, once for all prompts on the images. Raises `PrefixNotSharable`."
@@ -173,7 +181,7 @@ class Variant:
 
     def encode_suffixes(self,
         text_encoder:nn.Module,
-        processor:object, # as for `encode_prefix`
+        processor:Any, # as for `encode_prefix`
         prefix:Prefix, # of B samples; not modified
         prompts:list, # B strings
     ) -> list: # B tensors [S, D], to append to the rows of `prefix.hidden`
@@ -182,7 +190,7 @@ class Variant:
 
     def encode_whole(self,
         text_encoder:nn.Module,
-        processor:object, # as for `encode_prefix`
+        processor:Any, # as for `encode_prefix`
         prompt:str, # "" is encoded as " "
         images:list, # PIL images at the text encoder's size
     ) -> torch.Tensor: # [L, D] in the encoder's dtype
@@ -190,20 +198,20 @@ class Variant:
         raise NotImplementedError(f"variant {self.name} encodes no prompts")
 
     def prepare_images(self,
-        components:object, # `Components`
+        components:"EditModel", # whose processor is used
         images:list, # as for `encode_whole`
     ):
         "The CPU's part of encoding a prompt with images, in advance."
 
     def prefix_tokens(self,
-        processor:object, # as for `encode_prefix`
+        processor:Any, # as for `encode_prefix`
         images:list, # PIL images, of which only the sizes matter
     ) -> PrefixTokens:
         "Tokens before a prompt."
         return PrefixTokens((), (), 0)
 
     def prompt_lengths(self,
-        processor:object, # as for `encode_prefix`
+        processor:Any, # as for `encode_prefix`
         prefix:PrefixTokens, # of the prompt's images
         prompt:str, # without template
         share:bool, # encode the prefix once per image set?
@@ -213,7 +221,7 @@ class Variant:
 
     def embedding_width(self,
         config:Mapping, # the text encoder's config.json
-    ) -> int: # None: it is another model's
+    ) -> int|None: # None: it is another model's
         "Numbers of a token in an embedding."
         return config.get("text_config", config).get("hidden_size")
 
@@ -248,7 +256,7 @@ class Variant:
 
     def pixels(self,
         vae:nn.Module,
-        image:object, # PIL image; a tensor is returned unchanged
+        image:Any, # PIL image; a tensor is returned unchanged
         size:tuple, # (width, height) to resize to, pixels
     ) -> torch.Tensor:
         "An image as the VAE's input: the CPU's part of encoding."
@@ -307,7 +315,7 @@ class Variant:
         controls:list, # of [B, control tokens, channels], clean
         timesteps:torch.Tensor, # [B], 0 to 1000; on the CPU, for a modulation table
         embeds:torch.Tensor, # [B, L, D] prompt embeddings
-        mask:torch.Tensor, # [B, L] bool, or None if nothing is padded
+        mask:torch.Tensor|None, # [B, L] bool; None: nothing is padded
         positions:object, # of `token_positions`
     ) -> dict: # keyword arguments of the transformer's forward
         "What the transformer is called with; it returns a tuple that begins with the tokens' velocity."
@@ -319,7 +327,7 @@ class Variant:
         controls:list,
         timesteps:torch.Tensor,
         embeds:torch.Tensor,
-        mask:torch.Tensor,
+        mask:torch.Tensor|None,
         positions:object,
     ) -> torch.Tensor: # [B, target tokens, channels]
         "The transformer's prediction for the target's tokens."
@@ -359,7 +367,7 @@ def variants_for_several() -> str:
 def variant_of_folder(
     folder:Path, # of a model
     wanted:str="auto", # a name; it is preferred if it fits
-) -> Variant: # None: no variant fits
+) -> Variant|None: # None: no variant fits
     "The variant that a model folder holds."
     pipeline = json.loads((folder/"model_index.json").read_text()).get("_class_name")
     transformer = transformer_config(folder)
@@ -368,7 +376,7 @@ def variant_of_folder(
 
 def variant_marked(
     name:str, # hub id, folder or variant
-) -> Variant: # None: it has no mark
+) -> Variant|None: # None: it has no mark
     "The variant whose mark a name contains."
     return next((v for v in VARIANTS.values() if v.hub_mark and v.hub_mark in str(name)), None)
 

@@ -9,10 +9,14 @@ __all__ = ['TEXT_TO_IMAGE', 'POSITIONS', 'QWEN_IMAGE', 'template_of', 'installed
 import hashlib, inspect
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
 
 from ...lora.adapters import UNUSED
 from .. import encoders, flow_matching as flow
@@ -45,17 +49,21 @@ def installed_positions(
     return "1d" if needs and not passes else "3d"
 
 # %% ../../../nbs/models/variants/01_text_to_image.ipynb #3d1d0001
-_POSITIONS = {"3d": "three-dimensional", "1d": "running"}
+_POSITIONS: dict[str|None, str] = {"3d": "three-dimensional", "1d": "running"}
 
 def other_positions(
     info:dict, # of an adapter, with `image_positions`
     variant:Variant, # of the model
 ) -> str:
     "The end of the warning that an adapter was trained with other positions of image tokens."
-    was, now = info["image_positions"], variant.positions
-    can = "3d" if was == "3d" else "installed" if variant.installed_positions() == was else None
-    remedy = "train it again, or use it where they are running"
-    if can: remedy = f"set `model.image_positions` to {can}"
+    was = info["image_positions"]
+    now = variant.positions
+    if was == "3d":
+        remedy = "set `model.image_positions` to 3d"
+    elif variant.installed_positions() == was:
+        remedy = "set `model.image_positions` to installed"
+    else:
+        remedy = "train it again, or use it where they are running"
     return (f"was trained with {_POSITIONS[was]} positions of image tokens, and here they are "
             f"{_POSITIONS[now]}, so edits are less exact; {remedy}")
 
@@ -76,7 +84,8 @@ class QwenImage(Variant):
     published = dict(in_channels=64, num_layers=60, attention_head_dim=128, num_attention_heads=24,
                      joint_attention_dim=3584)
 
-    def __str__(self): return f"{self.title} {self.name} ({self.pipeline}, zero_cond_t={self.zero_cond_t})"
+    def __str__(self):
+        return f"{self.title} {self.name} ({self.pipeline}, zero_cond_t={self.zero_cond_t})"
 
     # --- its files
     def fits(self, pipeline:str, transformer:dict) -> bool:
@@ -145,27 +154,27 @@ class QwenImage(Variant):
         "The text's positions begin after half the largest grid (diffusers' `QwenEmbedRope`)."
         return POSITIONS - max((max(grid) // 2 for grid in grids), default=0)
 
-    def encode_prefix(self, text_encoder:nn.Module, processor:object, image_sets:list) -> Prefix:
+    def encode_prefix(self, text_encoder:nn.Module, processor:Any, image_sets:list) -> Prefix:
         "Encode system prompt and images once for all prompts on them."
         return encoders.encode_prefix(text_encoder, processor, self, image_sets)
 
-    def encode_suffixes(self, text_encoder:nn.Module, processor:object, prefix:Prefix, prompts:list) -> list:
+    def encode_suffixes(self, text_encoder:nn.Module, processor:Any, prefix:Prefix, prompts:list) -> list:
         "Encode prompts after a prefix."
         return encoders.encode_suffixes(text_encoder, processor, self, prefix, prompts)
 
-    def encode_whole(self, text_encoder:nn.Module, processor:object, prompt:str, images:list) -> torch.Tensor:
+    def encode_whole(self, text_encoder:nn.Module, processor:Any, prompt:str, images:list) -> torch.Tensor:
         "A prompt's embedding in one pass, as in the pipelines."
         return encoders.encode_prompt(text_encoder, processor, self, prompt, images, share_prefix=False)[0][0]
 
-    def prepare_images(self, components:object, images:list):
+    def prepare_images(self, components:"EditModel", images:Any):
         "The processor's work on `VLImages`, which keep it."
         images.process(components.get(self.processor))
 
-    def prefix_tokens(self, processor:object, images:list) -> PrefixTokens:
+    def prefix_tokens(self, processor:Any, images:list) -> PrefixTokens:
         "Tokens of system prompt and images."
         return encoders.prefix_tokens(processor, self, images)
 
-    def prompt_lengths(self, processor:object, prefix:PrefixTokens, prompt:str, share:bool) -> tuple:
+    def prompt_lengths(self, processor:Any, prefix:PrefixTokens, prompt:str, share:bool) -> tuple:
         "Tokens of the shared prefix, or 0, and other tokens."
         if share and prefix.counts:
             try:
@@ -183,7 +192,7 @@ class QwenImage(Variant):
         "Encoder and the convolution after it."
         return vae.encoder, vae.quant_conv
 
-    def pixels(self, vae:nn.Module, image:object, size:tuple) -> torch.Tensor:
+    def pixels(self, vae:nn.Module, image:Any, size:tuple) -> torch.Tensor:
         "[1, 3, 1, H, W] float32 in -1..1, resized by Lanczos."
         return encoders.pixels_of(vae, image, size)
 
@@ -209,7 +218,7 @@ class QwenImage(Variant):
         return flow.img_shapes(target, controls, batch_size)
 
     def transformer_inputs(self, transformer:nn.Module, x_t:torch.Tensor, controls:list, timesteps:torch.Tensor,
-                           embeds:torch.Tensor, mask:torch.Tensor, positions:object) -> dict:
+                           embeds:torch.Tensor, mask:torch.Tensor|None, positions:Any) -> dict:
         "Target and control tokens in one sequence, the timestep divided by 1000."
         return flow.transformer_inputs(transformer, x_t, controls, timesteps, embeds, mask, positions)
 
