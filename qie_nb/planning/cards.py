@@ -32,9 +32,10 @@ from .disk_space import checkpoint_bytes, download_words, model_areas
 from .facts import (
     GPUS, Gpu, Machine, ModelFacts, PairFacts, SoFar, host_bytes, machine_with, parse_gpu)
 from .memory import (
-    Memory, MemoryQuery, attention_work, elementwise_bytes, linear_work, memory_of, model_facts,
-    products_dtype, sampling_bytes, step_work, stored_quantization, unpacked_bytes)
+    Memory, MemoryQuery, memory_of, model_facts, sampling_bytes, stored_quantization)
 from .parts import choose_decoder, encoder_settings, is_tiny, tasks_of_parts
+from .step_work import (
+    attention_work, elementwise_bytes, linear_work, products_dtype, step_work, unpacked_bytes)
 from qie_nb.planning.plan import (
     PlanFacts, can_be_compiled, expected_decoding, make_plan, named_model, samples_per_step,
     step_query)
@@ -307,7 +308,7 @@ def _tables(self:GpuPlan) -> dict: # {title: (rows, head)}
     known = bool(self.time())
     rows = [(state(r), r["strategy"], f"{r['gb']:.1f}", r["host_gb"] or "",
              r["time"] if known else f"{r['work_tf']:.0f}") for r in self.data()["strategies"]]
-    out = {strategy_name(m.query): (m._rows(), ("part", "GB", "why")),
+    out = {strategy_name(m.query): (m.rows(), ("part", "GB", "why")),
            "besides the steps": (self.other, ("task", "memory")),
            "all strategies, the preferred one first":
                (rows, ("", "strategy", "GB", "host GB", f"{self.samples} samples" if known else "TFLOP a step"))}
