@@ -13,7 +13,7 @@ __all__ = ['AUTO', 'MOST_ON_CPU', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'M
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, overload
 
 import torch
 
@@ -355,6 +355,10 @@ def choose_held_out(
 # %% ../../nbs/planning/00b_decisions.ipynb #20d8071f
 SAVE_EPOCHS = 5 # between checkpoints, if the length is in steps or epochs
 
+@overload
+def choose_length(train:TrainSection, pairs:PairFacts) -> Choice: ...
+@overload
+def choose_length(train:TrainSection, pairs:PairFacts|None=None) -> Choice|None: ...
 def choose_length(
     train:TrainSection,
     pairs:PairFacts|None=None, # None: not counted yet

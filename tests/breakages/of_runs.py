@@ -15,14 +15,14 @@ MUTATIONS: dict[str, Mutation] = {
         Change("planning/cards", "run_seconds", "each * samples / q.batch", "each * samples")]),
     "block swap takes no time": Mutation(
         "tests/planning/test_plan.py::test_block_swap_takes_time", [
-        Change("planning/cards", "step_seconds",
+        Change("planning/step_work", "step_seconds",
                "products * math.prod(way.slowdown for way in used_by(q)) + moved",
                "products + moved")]),
     "block swap preferred to smaller weights": Mutation("tests/planning/test_plan.py", [
         Change("planning/cards", "rank_cost",
                "math.prod((way.slowdown for way in used_by(q)), start=weights)", "weights")]),
     "two GPUs take twice the hours of one": Mutation("tests/planning/test_plan.py", [
-        Change("planning/cards", "speedup", "0.92 * processes", "0.92 / processes")]),
+        Change("planning/step_work", "speedup", "0.92 * processes", "0.92 / processes")]),
     "the mean of the adapter missing from checkpoints": Mutation(
         "tests/planning/test_disk_space.py::test_a_checkpoint_has_the_mean_of_the_adapter_too", [
         Change("planning/disk_space", "checkpoint_bytes", "(1 + q.ema) * _adapter_bytes(q)",
