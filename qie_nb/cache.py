@@ -37,7 +37,8 @@ class CacheEntry(NamedTuple):
     parts: dict = None
 
     @property
-    def id(self) -> tuple: return self.kind, self.key
+    def id(self) -> tuple:
+        return self.kind, self.key
 
 def stable_seed(*parts) -> int: # anything with a stable `str`, e.g. an epoch; below 2**63
     "A seed that depends only on its parts (`hash` differs between processes)."
@@ -263,7 +264,8 @@ class EmbeddingCacheManager:
     def _layers_with(self, kind, key):
         "Yield the layers with a usable entry."
         for layer in self.layers:
-            if layer.has(kind, key) and (layer.folder, kind, key) not in self.unusable: yield layer
+            if layer.has(kind, key) and (layer.folder, kind, key) not in self.unusable:
+                yield layer
 
     def quarantine(self, layer:FolderStore|ShardStore, kind:str, key:str, reason:str):
         "Move a bad entry to `quarantine/`; if that is not possible, ignore it from now on."
@@ -279,14 +281,16 @@ class EmbeddingCacheManager:
             self.unusable.add((layer.folder, kind, key))
             return
         text = f"{kind}: {reason}\n".encode()
-        with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), text, self.temp_dir)
+        with suppress(OSError):
+            write_atomic(target.with_suffix(".reason.txt"), text, self.temp_dir)
 
     # --- the encoders
 
     def identities(self) -> dict: # {id: identity}
         "The encoders that filled this cache, over all layers."
         found = {}
-        for layer in self.layers: found.update(identities_of(layer))
+        for layer in self.layers:
+            found.update(identities_of(layer))
         return found
 
     def identity(self,
@@ -329,7 +333,8 @@ class EmbeddingCacheManager:
                 counted["count"] += 1
                 counted["bytes"] += size
         bad = 0
-        for layer in self.layers: bad += len(list((layer.folder/"quarantine").glob("*.safetensors")))
+        for layer in self.layers:
+            bad += len(list((layer.folder/"quarantine").glob("*.safetensors")))
         return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())
 
     def _layer_facts(self, layer):
@@ -358,14 +363,18 @@ class EmbeddingCacheManager:
         "Read and check every entry."
         todo = []
         for layer in self.layers:
-            for kind in EVERY_KIND: todo += [(layer, kind, key) for key, _ in layer.entries(kind)]
+            for kind in EVERY_KIND:
+                todo += [(layer, kind, key) for key, _ in layer.entries(kind)]
         bad = []
         for layer, kind, key in todo:
             why = verify_entry(layer, kind, key)
-            if why and repair: self.quarantine(layer, kind, key, why)
+            if why and repair:
+                self.quarantine(layer, kind, key, why)
             why = why or self._lacks_prefix(kind, key)
-            if why: bad.append((layer.where(kind, key), why))
-            if bar: bar.update()
+            if why:
+                bad.append((layer.where(kind, key), why))
+            if bar:
+                bar.update()
         return bad
 
     def _lacks_prefix(self, kind, key):
@@ -381,13 +390,16 @@ class EmbeddingCacheManager:
         self._require_writable(", so nothing is cleared")
         kinds = [kind] if kind else EVERY_KIND
         removed = 0
-        for one in kinds: removed += len(list(self.layers[-1].entries(one)))
-        for one in kinds: shutil.rmtree(self.cache_dir/one, ignore_errors=True)
+        for one in kinds:
+            removed += len(list(self.layers[-1].entries(one)))
+        for one in kinds:
+            shutil.rmtree(self.cache_dir/one, ignore_errors=True)
         return removed
 
     def clean(self):
         "Delete temporary files of processes that have died."
-        for file in stale_temp_files(self.temp_dir): file.unlink(missing_ok=True)
+        for file in stale_temp_files(self.temp_dir):
+            file.unlink(missing_ok=True)
 
     def gc(self,
         keep:set|None=None, # of (kind, key); None: remove only what is never read
@@ -403,7 +415,8 @@ class EmbeddingCacheManager:
             files = files_inside(self.cache_dir, found)
             report[name] = dict(count=len(files), bytes=sum(file.stat().st_size for file in files))
             if dry_run: continue
-            for file in files: file.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
         return report
 
     def _entries_without_use(self, keep):

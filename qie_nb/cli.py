@@ -38,7 +38,8 @@ def _config(a): # `Config`, or None if nothing is given
     if files and not typed_path(files[0]).exists():
         raise FileNotFoundError(f"`config` {files[0]!r} does not exist; "
                                 "give the path of a YAML file, or let `qie-nb init` write one")
-    if getattr(a, "preset", None): settings.append(f"preset={a.preset}")
+    if getattr(a, "preset", None):
+        settings.append(f"preset={a.preset}")
     return load_config_from_yaml(*files or [None], settings) if files or settings else None
 
 def _needed_config(a):
@@ -59,7 +60,8 @@ def check_paths(c, a): # `Config`, arguments
     "Raises for missing files and folders, without torch."
     check_model_name(c.model.pretrained_model_name_or_path)
     loras = [*getattr(a, "lora", []), *(s.path for s in c.predict.loras if a.command == "predict")]
-    if a.command == "train": loras.append(c.model.lora.pretrained_weight)
+    if a.command == "train":
+        loras.append(c.model.lora.pretrained_weight)
     loras += [n for n in getattr(a, "checkpoint", None) or [] if n.endswith(".safetensors")]
     loras = [l and re.sub(r":-?[\d.]+$", "", l) for l in loras] # path:weight
     for lora in filter(None, loras):
@@ -85,8 +87,10 @@ def _trainer(a):
     from qie_nb.config import load_config_from_yaml
     config = _needed_config(a) if a.command != "predict" else _config(a) or load_config_from_yaml()
     check_paths(config, a)
-    if getattr(a, "resume", None): config.train.resume_checkpoint = a.resume
-    if getattr(a, "force", False): config.train.force_resume = True
+    if getattr(a, "resume", None):
+        config.train.resume_checkpoint = a.resume
+    if getattr(a, "force", False):
+        config.train.force_resume = True
     from qie_nb.trainer import QwenImageEditTrainer
     return QwenImageEditTrainer(config)
 
@@ -110,7 +114,8 @@ def caption(a:object): # arguments
         return print(write_instructions(trainer, a.how, a.prefix, a.language, a.overwrite, a.dry_run))
     print(f"{undo_instructions(trainer.config.data.dataset_path)} files are as before")
 
-def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
+def prequantize(a):
+    _trainer(a).save_prequantized(a.out, not a.no_encoders)
 
 EXIT_CODES = {"interrupted": 130, "SIGTERM": 143} # those of a shell: 128 + the signal's number
 
@@ -134,8 +139,10 @@ def evaluate(a):
         from qie_nb.evaluation.compare import table
         from qie_nb.evaluation.evaluate import evaluate
         results = [evaluate(t, name) for name in a.checkpoint or ["latest"]]
-    for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
-    if len(results) > 1 and "losses" in results[0]: print(table(results))
+    for r in results:
+        print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
+    if len(results) > 1 and "losses" in results[0]:
+        print(table(results))
 
 def predict(a):
     out_file = check_result_file(a.out)
@@ -148,8 +155,11 @@ def predict(a):
     t = _trainer(a)
     from PIL import Image
     from qie_nb.lora.adapters import split_weight
-    if len(a.lora) == 1: spec = split_weight(a.lora[0]); t.load_lora(spec.path, weight=spec.weight)
-    elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
+    if len(a.lora) == 1:
+        spec = split_weight(a.lora[0])
+        t.load_lora(spec.path, weight=spec.weight)
+    elif a.lora:
+        t.load_loras([split_weight(text) for text in a.lora])
     image = a.image if len(a.image) > 1 else a.image[0]
     out = t.predict(image, a.prompt, a.negative_prompt, a.steps, a.cfg, a.height, a.width, a.seed,
                     schedule=a.schedule)
@@ -166,7 +176,8 @@ def cache(a):
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
     c = _config(a)
-    if not folders and c: folders = list(map(str, _listed(c.cache.cache_dir)))
+    if not folders and c:
+        folders = list(map(str, _listed(c.cache.cache_dir)))
     if not folders: raise ValueError("give the folder of a cache, or --config run.yaml")
     for folder in folders:
         if not may_hold_cache(folder):
@@ -175,7 +186,8 @@ def cache(a):
     m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
-def _listed(v): return v if isinstance(v, list) else [v]
+def _listed(v):
+    return v if isinstance(v, list) else [v]
 
 def _stats(m, a):
     with redirect_stdout(sys.stderr):
@@ -203,7 +215,8 @@ def _verify(m, a):
     from qie_nb.core.display import Progress
     n = m.get_cache_stats()["total"]["count"]
     bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
-    for path, why in bad: print(f"{path}: {why}")
+    for path, why in bad:
+        print(f"{path}: {why}")
     repaired = "; moved to quarantine where possible, precompute again" if bad and a.repair else ""
     print(f"{n} entries, {len(bad)} bad{repaired}")
     return 1 if bad else 0
@@ -259,7 +272,8 @@ def doctor(a):
 def _to_check(a): # `Config`, folder or table
     a.settings, others = _split_settings(a.where)
     files = [t for t in others if t.lower().endswith((".yaml", ".yml"))]
-    folders, a.settings = [t for t in others if t not in files], a.settings + files
+    folders = [t for t in others if t not in files]
+    a.settings = a.settings + files
     if len(folders) > 1: raise ValueError(f"give one data set, got {', '.join(folders)}")
     config = _config(a)
     if folders and config:
@@ -280,14 +294,19 @@ def check(a):
     where = _to_check(a)
     from qie_nb.data.alignment_check import align_pairs, aligned_summary
     from qie_nb.data.alignment_check import check_alignment, new_folder
-    if a.align: new_folder(a.align) # raises before the work
+    if a.align:
+        new_folder(a.align) # raises before the work
     with redirect_stdout(sys.stderr if a.json else sys.stdout): # progress
         report = check_alignment(where)
         report.where = " ".join(a.where) or f"--config {a.config}"
-        if a.align: text = aligned_summary(align_pairs(where, a.align, report), a.align)
-        if a.align and a.json: print(text)
-    if a.json: print(json.dumps(report.data()))
-    else: print(report if not a.align else f"{report.summary()}\n{text}")
+        if a.align:
+            text = aligned_summary(align_pairs(where, a.align, report), a.align)
+        if a.align and a.json:
+            print(text)
+    if a.json:
+        print(json.dumps(report.data()))
+    else:
+        print(report if not a.align else f"{report.summary()}\n{text}")
 
 def init(a):
     from qie_nb.planning.first_config import init
@@ -347,7 +366,8 @@ def parser() -> CommandParser:
     def add(fn, help, example, *flags, aliases=()):
         s = sub.add_parser(fn.__name__, help=help, aliases=aliases, description=help[0].upper() + help[1:],
                            epilog=f"example: qie-nb {example}")
-        for name, kw in flags: s.add_argument(name, **kw)
+        for name, kw in flags:
+            s.add_argument(name, **kw)
         s.set_defaults(run=fn)
     config = (("--config", dict(metavar="FILE", help="YAML file")),
               ("--preset", dict(help="tiny, or a GPU: t4, t4x2, rtx4090, ...")))
@@ -460,7 +480,8 @@ def main(
         return _stopped(a.command, *e.args[:2])
     except (ValueError, OSError, torch_memory_error()) as e: # OSError: a full disk, an unreadable file
         text = str(e)
-        if "Original Traceback" in text: text = text.strip().splitlines()[-1] # of a loader process
+        if "Original Traceback" in text:
+            text = text.strip().splitlines()[-1] # of a loader process
         print(f"qie-nb {a.command}: {' '.join(text.split())}", file=sys.stderr)
         return 2
 
@@ -472,7 +493,8 @@ def _train(job, notebook, commands):
     trainer = QwenImageEditTrainer(job["config"])
     trainer.report_to(Reporter(notebook, commands, job["panel"]) if notebook.rank == 0 else None)
     trainer.data.said = job["said"] # printed by the notebook
-    if job["panel"]: Progress.tell = lambda *what: None
+    if job["panel"]:
+        Progress.tell = lambda *what: None
     trainer.fit()
     end_together(trainer)
 
@@ -480,7 +502,8 @@ def _precompute(job, notebook):
     from qie_nb.core.display import Progress
     from qie_nb.trainer import QwenImageEditTrainer
     Progress.tell = lambda what, n, total: notebook.send(progress=[what, n, total])
-    with redirect_stdout(io.StringIO()): report = QwenImageEditTrainer(job["config"]).cache_embeddings()
+    with redirect_stdout(io.StringIO()):
+        report = QwenImageEditTrainer(job["config"]).cache_embeddings()
     notebook.send(report=vars(report))
 
 def started_process():
@@ -489,10 +512,13 @@ def started_process():
     from qie_nb.training.run_processes import Commands
     commands = Commands()
     def work(job, notebook):
-        if job["task"] == "precompute": _precompute(job, notebook)
-        else: _train(job, notebook, commands)
+        if job["task"] == "precompute":
+            _precompute(job, notebook)
+        else:
+            _train(job, notebook, commands)
     run_started(work, commands.hear)
 
 # %% ../nbs/04_cli.ipynb #8ad99c90
 #| eval: false
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

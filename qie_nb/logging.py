@@ -52,17 +52,22 @@ class ProgressCallback(Callback):
     bar = None
     def on_train_begin(self, t):
         s = t.state
-        self.t0, self.start, self.away = time.time(), s.global_step, s.eval_seconds
+        self.t0 = time.time()
+        self.start = s.global_step
+        self.away = s.eval_seconds
         self.before = self.away
         self.bar = Progress(s.max_steps, "train", s.global_step)
     def on_step_end(self, t):
         loss, away = t.state.loss, t.state.eval_seconds
-        self.bar.t0, self.away = self.bar.t0 + away - self.away, away # the rate is that of training
+        self.bar.t0 = self.bar.t0 + away - self.away
+        self.away = away # the rate is that of training
         self.bar.update(note=f"loss {float(loss):.4f}" if logged(t) and loss is not None else "")
     def on_train_end(self, t):
         if self.bar is None: return # setup failed
         self.bar.close()
-        s, n, took = t.state, t.global_step - self.start, time.time() - self.t0
+        s = t.state
+        n = t.global_step - self.start
+        took = time.time() - self.t0
         if not n and s.stop == "done":
             return print(f"already at {t.global_step} of {s.max_steps} steps; raise `train.max_train_steps` "
                          "to train more")
@@ -88,8 +93,10 @@ def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
 # %% ../nbs/03_logging.ipynb #7e0a0001
 def number(text): # int, finite float, or None
     if text.isdigit(): return int(text)
-    try: value = float(text)
-    except ValueError: return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
     return value if math.isfinite(value) else None
 
 def json_line(cells:dict) -> str:
@@ -103,7 +110,9 @@ def append(path, text:str): # complete lines
         at = f.tell()
         try:
             if f.write(data) != len(data): raise OSError(28, "no space left for a whole row")
-        except OSError: f.truncate(at); raise
+        except OSError:
+            f.truncate(at)
+            raise
 
 # %% ../nbs/03_logging.ipynb #7e0a0004
 class CSVCallback(Callback):
@@ -113,22 +122,27 @@ class CSVCallback(Callback):
     def on_train_begin(self, t):
         folder = t.checkpoint_root()/"logs"
         folder.mkdir(parents=True, exist_ok=True)
-        for p in folder.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed run
+        for p in folder.glob(".*.tmp"):
+            p.unlink(missing_ok=True) # of a killed run
         if not t.global_step:
             for p in (*folder.glob("training_*.csv"), *folder.glob("training_*.jsonl")):
                 p.rename(p.with_name(p.name + ".old"))
         files = lambda folder: sorted(folder.glob("training_*.csv"))
-        here, from_ = files(folder), getattr(t, "resumed_from", None)
+        here = files(folder)
+        from_ = getattr(t, "resumed_from", None)
         source = here or (files(from_.parent/"logs") if from_ and t.global_step else [])
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
         metrics = {k: repr(float(v)) for k, v in t.state.metrics.items()} # of an evaluation before any step
         if metrics and not rows:
             rows = [dict(time=round(time.time(), 3), step=t.global_step, epoch=t.state.epoch)]
-        if rows and int(rows[-1]["step"]) == t.global_step: rows[-1] |= metrics
+        if rows and int(rows[-1]["step"]) == t.global_step:
+            rows[-1] |= metrics
         write_atomic(self.path, "".join(map(csv_line, [dict(zip(ROW, ROW)), *rows])).encode())
         write_atomic(self.path.with_suffix(".jsonl"), "".join(map(json_line, rows)).encode())
-        self.at, self.waiting, self.printed = t.global_step, {".csv": "", ".jsonl": ""}, False
+        self.at = t.global_step
+        self.waiting = {".csv": "", ".jsonl": ""}
+        self.printed = False
 
 # %% ../nbs/03_logging.ipynb #5e549f67
 @patch
@@ -162,7 +176,8 @@ def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 
             out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_device(part).items()}
     return out
 
-def _device_name(d): return str(d).replace(":", "")
+def _device_name(d):
+    return str(d).replace(":", "")
 
 _sizes = WeakKeyDictionary() # {component: (state, bytes per device)}; counting takes long
 
@@ -171,7 +186,8 @@ def _bytes_by_device(part) -> dict:
     state = (next((p.device for p in part.parameters()), None), len(getattr(part, "peft_config", ())))
     if part not in _sizes or _sizes[part][0] != state:
         sizes = Counter()
-        for p in part.parameters(): sizes[_device_name(p.device)] += p.numel() * p.element_size()
+        for p in part.parameters():
+            sizes[_device_name(p.device)] += p.numel() * p.element_size()
         real = held_bytes(part) / max(1, sum(sizes.values())) # quantized weights are smaller
         _sizes[part] = state, {s: n * real for s, n in sizes.items()}
     return _sizes[part][1]
@@ -190,11 +206,15 @@ def image_grid(images, columns:int=4) -> np.ndarray: # uint8 [H, W, 3] of any si
 # %% ../nbs/03_logging.ipynb #f0087103
 def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint8 [H, W, 3])
     "Each target, a grid of targets and a grid of controls; generated one at a time."
-    targets, controls = got["training_images"], got["control_images"]
-    for i, im in enumerate(targets): yield f"individual/training_image_{i}", im
-    if targets: yield "training/training_images", image_grid(targets)
+    targets = got["training_images"]
+    controls = got["control_images"]
+    for i, im in enumerate(targets):
+        yield f"individual/training_image_{i}", im
+    if targets:
+        yield "training/training_images", image_grid(targets)
     each = len(controls) // len(targets) if targets and len(controls) % len(targets) == 0 else 1
-    if controls: yield "training/control_images", image_grid(controls, each if each > 1 else 4)
+    if controls:
+        yield "training/control_images", image_grid(controls, each if each > 1 else 4)
 
 # %% ../nbs/03_logging.ipynb #f0087104
 OWN = "use qie_nb.data.loader to see them"
@@ -205,8 +225,10 @@ def logged_images(batch, most:int) -> dict: # of any loader; samples; like `get_
     if fetch is None and isinstance(batch, Mapping) and isinstance(batch.get("image"), (list, tuple)):
         fetch = Batch(batch).get_images_for_tensorboard
     if fetch is None: raise ValueError(f"{no}; {OWN}")
-    try: got = fetch(most)
-    except Exception as e: raise ValueError(f"{no} ({type(e).__name__}: {e}); {OWN}") from None
+    try:
+        got = fetch(most)
+    except Exception as e:
+        raise ValueError(f"{no} ({type(e).__name__}: {e}); {OWN}") from None
     fits = lambda im: getattr(im, "dtype", None) == np.uint8 and im.ndim == 3 and im.shape[2] == 3
     if not all(map(fits, (*got["training_images"], *got["control_images"]))):
         raise ValueError(f"this loader's images must be uint8 [H, W, 3]; convert them, or {OWN}")
@@ -217,10 +239,15 @@ class LogCallback(Callback):
     "Rows, gauges and images of a run, to every sink."
     at = None # last step
     def __init__(self, sinks): # `EventFiles`, `Tracker`s
-        self.sinks, self.printed, self.failures = list(sinks), set(), [0] * len(sinks)
+        self.sinks = list(sinks)
+        self.printed = set()
+        self.failures = [0] * len(sinks)
 
     def on_train_begin(self, t):
-        self.failures, self.modules, self.captions, self.at = [0] * len(self.sinks), {}, {}, t.global_step
+        self.failures = [0] * len(self.sinks)
+        self.modules = {}
+        self.captions = {}
+        self.at = t.global_step
         self.send("open", t)
         if t.state.eval_images is not None: # an evaluation that was repeated after a resume
             self.send("scalars", {k: float(v) for k, v in t.state.metrics.items()}, t.global_step)
@@ -228,27 +255,33 @@ class LogCallback(Callback):
 
     def on_step_end(self, t):
         c, self.at = t.config.logging, t.global_step
-        if logged(t): self.row(t)
-        if t.state.eval_images: self.samples(t)
-        if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0): self.images(t)
+        if logged(t):
+            self.row(t)
+        if t.state.eval_images:
+            self.samples(t)
+        if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0):
+            self.images(t)
 
     def on_train_end(self, t):
         if self.at is None: return
-        if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
+        if t.state.whole and t.state.loss is not None and self.at != t.global_step:
+            self.on_step_end(t)
         self.send("close")
 
 # %% ../nbs/03_logging.ipynb #3d000014
 @patch
 def say(self:LogCallback, text): # once
     if text not in self.printed:
-        self.printed.add(text); print(text)
+        self.printed.add(text)
+        print(text)
 
 # %% ../nbs/03_logging.ipynb #3d000015
 @patch
 def send(self:LogCallback, method, *a):
     for k, s in enumerate(self.sinks):
         if self.failures[k] >= 5: continue
-        try: getattr(s, method)(*a)
+        try:
+            getattr(s, method)(*a)
         except Exception as e:
             self.failures[k] = 5 if method == "open" else self.failures[k] + 1
             why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
@@ -256,7 +289,8 @@ def send(self:LogCallback, method, *a):
                 print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in "
                       "checkpoints/logs")
             self.printed.add(k)
-        else: self.failures[k] = 0
+        else:
+            self.failures[k] = 0
 
 # %% ../nbs/03_logging.ipynb #3d000016
 @patch
@@ -272,27 +306,35 @@ def row(self:LogCallback, t):
 # %% ../nbs/03_logging.ipynb #3d000017
 @patch
 def images(self:LogCallback, t):
-    try: got = logged_images(t.batch, t.config.logging.log_images_count)
-    except ValueError as e: return self.say(str(e))
+    try:
+        got = logged_images(t.batch, t.config.logging.log_images_count)
+    except ValueError as e:
+        return self.say(str(e))
     for problem in got["problems"]:
         reported = sum(str(text).startswith("image left out") for text in self.printed)
         self.say(f"image left out: {problem}" if reported < 3
                  else "more images cannot be read; they are left out without a message")
-    for tag, image in tagged(got): self.send("image", tag, image, t.global_step)
+    for tag, image in tagged(got):
+        self.send("image", tag, image, t.global_step)
 
 # %% ../nbs/03_logging.ipynb #3d000018
 @patch
 def samples(self:LogCallback, t):
     "The edits of an evaluation, between before and after if known; each caption once."
     for s in t.state.eval_images:
-        try: edit = np.asarray(Image.open(s.file).convert("RGB"))
-        except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
+        try:
+            edit = np.asarray(Image.open(s.file).convert("RGB"))
+        except OSError as e:
+            self.say(f"image left out: {s.file} ({e.strerror or e})")
+            continue
         tag, text = f"samples/{s.name}", s.caption
         if s.shown:
             names = "before, edit, after" if s.shown[1:] else "before, edit"
-            edit, text = image_grid([s.shown[0], edit, *s.shown[1:]]), f"{names}: {text}"
+            edit = image_grid([s.shown[0], edit, *s.shown[1:]])
+            text = f"{names}: {text}"
         self.send("image", tag, edit, t.global_step)
-        if self.captions.get(tag) != text: self.send("text", tag, text, t.global_step)
+        if self.captions.get(tag) != text:
+            self.send("text", tag, text, t.global_step)
         self.captions[tag] = text
 
 # %% ../nbs/03_logging.ipynb #228a2d36
@@ -423,25 +465,33 @@ class SummaryCallback(Callback):
 # %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):
     "Shows the panel before an evaluation that comes before the first step."
-    def __init__(self, logs): self.panels = [c for c in logs if c.opens_early]
+    def __init__(self, logs):
+        self.panels = [c for c in logs if c.opens_early]
     def on_train_begin(self, t):
-        for p in self.panels: p.on_train_begin(t)
+        for p in self.panels:
+            p.on_train_begin(t)
 
 # %% ../nbs/03_logging.ipynb #72188b8d
 class Reporter(Callback):
     "Tells the notebook how far the run is."
     opens_early = True # before an evaluation that comes before the first step
     def __init__(self, notebook, commands, panel:bool): # panel: does the notebook show one?
-        self.notebook, self.commands, self.panel, self.told = notebook, commands, panel, 0.
+        self.notebook = notebook
+        self.commands = commands
+        self.panel = panel
+        self.told = 0.
     def send(self, what, t):
         memory = dict(memory=memory_text(t.device)) if self.panel else {}
         self.notebook.send(event=what, state=state_message(t), **memory)
     def on_train_begin(self, t): # may be called twice, before and after a first evaluation
         self.commands.follow(t.state)
         self.send("on_train_begin", t)
-        if self.panel: t.state.poll = lambda: self.evaluating(t.state)
-    def on_step_end(self, t): self.send("on_step_end", t)
-    def on_train_end(self, t): self.send("on_train_end", t)
+        if self.panel:
+            t.state.poll = lambda: self.evaluating(t.state)
+    def on_step_end(self, t):
+        self.send("on_step_end", t)
+    def on_train_end(self, t):
+        self.send("on_train_end", t)
     def evaluating(self, s):
         if time.time() - self.told < 0.5: return
         self.told = time.time()

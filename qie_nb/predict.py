@@ -63,7 +63,9 @@ class Predictor:
         state=None, # `RunState` of a training run
         device="cpu", # the main device
     ):
-        self.components, self.adapters, self.data = components, adapters, data
+        self.components = components
+        self.adapters = adapters
+        self.data = data
         self.config = config or PredictSection()
         self.geometry = geometry or (lambda: Geometry(**components.areas))
         self.state = state or SimpleNamespace(running=False, optimizer=None, processes=1)
@@ -75,18 +77,22 @@ class Predictor:
         self.predicted = () # of the last call, for each edit: size, why, sizes of the controls, seed
 
     @property
-    def model_settings(self): return self.adapters.config.model if self.adapters is not None else None # of the run
+    def model_settings(self):
+        return self.adapters.config.model if self.adapters is not None else None # of the run
 
     def quantize_model(self, model, device):
         return quantize_loaded(model, self.components.quantize.get("transformer"), device)
 
     def setup(self):
         "Print where each component computes, and load what stays."
-        if self.adapters is not None: self.adapters.load_configured()
+        if self.adapters is not None:
+            self.adapters.load_configured()
         print(self.plan())
         for name in PARTS:
-            if self.placement[name].how == "stay": self.at(name)
-        for name in (self.components.variant.processor, "scheduler"): self.components.get(name)
+            if self.placement[name].how == "stay":
+                self.at(name)
+        for name in (self.components.variant.processor, "scheduler"):
+            self.components.get(name)
 
 # %% ../nbs/02_predict.ipynb #6d1d18d3
 @patch
@@ -116,8 +122,10 @@ def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
 @patch
 def _load_transformer(self:Predictor):
     "Quantizes it, too, if `quantize` was set after it was loaded."
-    parts, device = self.components, torch.device(self.placement["transformer"].device)
-    if "transformer" not in parts.loaded: parts.set_device("transformer", device)
+    parts = self.components
+    device = torch.device(self.placement["transformer"].device)
+    if "transformer" not in parts.loaded:
+        parts.set_device("transformer", device)
     parts.get("transformer")
     parts.quantize_late(device)
 
@@ -128,13 +136,17 @@ def predicting(self:Predictor):
     "Move components by the plan; restore the transformer's mode and a training run's components."
     parts, running = self.components, self.state.running
     training = "transformer" in parts.loaded and parts.loaded["transformer"].training
-    if (running or self.encoder is None) and self.plan().moves: print(self.placement)
+    if (running or self.encoder is None) and self.plan().moves:
+        print(self.placement)
     moved = temporarily_load(parts, *PARTS) if running else nullcontext()
     with moved, self._saved_weights():
-        try: yield
+        try:
+            yield
         finally:
-            if "transformer" in parts.loaded: parts.loaded["transformer"].train(training)
-    if running: self.encoder = None # the next prediction may have less memory
+            if "transformer" in parts.loaded:
+                parts.loaded["transformer"].train(training)
+    if running:
+        self.encoder = None # the next prediction may have less memory
 
 @patch
 def _saved_weights(self:Predictor): # a context
@@ -148,7 +160,8 @@ def _saved_weights(self:Predictor): # a context
 # %% ../nbs/02_predict.ipynb #35be8a03
 @patch
 def restore_training_placement(self:Predictor):
-    if self.placement is not None: restore_training_placement(self.components, self.device)
+    if self.placement is not None:
+        restore_training_placement(self.components, self.device)
 
 # %% ../nbs/02_predict.ipynb #b32b548b
 @patch
@@ -158,7 +171,8 @@ def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
         steps, true_cfg_scale, own = self.adapters.sampling(schedule, steps, true_cfg_scale)
     else:
         s, _ = pick_schedule(schedule or self.config.schedule, [])
-        steps, own = s.steps if steps is None else steps, s.scheduler
+        steps = s.steps if steps is None else steps
+        own = s.scheduler
         true_cfg_scale = s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
     return steps, true_cfg_scale, {**own, **(overrides or {})}
 
@@ -197,7 +211,8 @@ def predict(self:Predictor,
 ): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
     "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
     how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, geometry = _converter(output_type), replace(self.geometry(), crop=False)
+    convert = _converter(output_type)
+    geometry = replace(self.geometry(), crop=False)
     edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
                        generator)
     most = max(len(e.images) for e in edits)
@@ -208,7 +223,8 @@ def predict(self:Predictor,
                    self.components.variant)
     lone = sum(not e.images for e in edits)
     several = f" for {lone} of {len(edits)} edits" * (lone < len(edits))
-    if lone: print(f"no image is given{several}: text-to-image, from the prompt alone")
+    if lone:
+        print(f"no image is given{several}: text-to-image, from the prompt alone")
     watch = self._progress(edits, how[0], progress, preview, preview_every)
     with self.predicting():
         out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
@@ -228,10 +244,12 @@ def predict_cached(self:Predictor,
 ): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
     "Edit cached samples with their own prompts and the cached empty one."
     how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, scheduler = _converter(output_type), self.components.get("scheduler")
+    convert = _converter(output_type)
+    scheduler = self.components.get("scheduler")
     several = isinstance(i, (list, tuple))
     indices = list(i) if several else [i]
-    dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
+    dataset = cached_data(self.data, data)
+    seeds = seeds_of(seed, len(indices))
     with self.predicting():
         edits, encoded = zip(*cached_edits(self.data, dataset, indices, how[1], seeds))
         check_sampling(scheduler, edits, factor_of(self.components), *how, self.components.variant)
@@ -254,9 +272,12 @@ def grid(
     fig = figure(figsize=(scale * max(map(len, rows)), scale * tall + 0.4), layout="constrained")
     axes = fig.subplots(len(rows), max(map(len, rows)), squeeze=False)
     for axs, row in zip(axes, rows):
-        for a in axs: a.axis("off")
-        for a, im in zip(axs, row): a.imshow(im, interpolation="nearest" if im.shape[0] < 64 else "bilinear")
-    for a, t in zip(axes[0], titles): a.set_title(t, fontsize=9)
+        for a in axs:
+            a.axis("off")
+        for a, im in zip(axs, row):
+            a.imshow(im, interpolation="nearest" if im.shape[0] < 64 else "bilinear")
+    for a, t in zip(axes[0], titles):
+        a.set_title(t, fontsize=9)
     return fig
 
 # %% ../nbs/02_predict.ipynb #0fb1c8ba

@@ -88,7 +88,8 @@ class QwenImageEditTrainer(RunAttributes):
         self.save_at_end = False # as `reporter`
 
     def __repr__(self) -> str:
-        parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
+        parts = self.components
+        dtype = str(self.weight_dtype).removeprefix("torch.")
         return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
                 f"({self.dtype_reason}), step {self.global_step}")
 
@@ -141,12 +142,14 @@ class QwenImageEditTrainer(RunAttributes):
         skipped = int(self.finite.skipped) if self.finite else 0
         folder = self.checkpoints.save(epoch, global_step, by_epoch, skipped)
         self.prune_checkpoints()
-        if self.accelerator is not None: self.accelerator.wait_for_everyone()
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
         return folder
 
     def prune_checkpoints(self):
         "Remove older checkpoints, but not if the last steps were not finite."
-        if self.finite is None or not self.finite.row: self.checkpoints.prune()
+        if self.finite is None or not self.finite.row:
+            self.checkpoints.prune()
 
     def checkpoint_root(self) -> Path:
         "The folder of the checkpoints."
@@ -222,7 +225,8 @@ class QwenImageEditTrainer(RunAttributes):
     def configure_schedule(self) -> "QwenImageEditTrainer":
         "Create the learning-rate schedule at the current step."
         c, s = self.config, self.state
-        for g in self.optimizer.param_groups: g["lr"] = g["initial_lr"] = c.optimizer.lr
+        for g in self.optimizer.param_groups:
+            g["lr"] = g["initial_lr"] = c.optimizer.lr
         self.lr_scheduler = make_schedule(self.optimizer, c.lr_scheduler, s.max_steps, s.global_step)
         return self
 
@@ -264,7 +268,8 @@ class QwenImageEditTrainer(RunAttributes):
         from qie_nb.logging import OpenPanel, SummaryCallback, logging_callbacks
         logs = logging_callbacks(self.config.logging) if self.is_main else []
         if self.reporter is not None:
-            if self.reporter.panel: logs = logs[:-1]
+            if self.reporter.panel:
+                logs = logs[:-1]
             logs = [*logs, self.reporter]
         evaluation = EvaluationCallback(self.config, self.plan.sharded.value)
         return [UnloadEncodersCallback(), OpenPanel(logs), evaluation, NonFiniteStop(), *logs,
@@ -282,15 +287,19 @@ class QwenImageEditTrainer(RunAttributes):
         self.state.lr = self.optimizer.param_groups[0]["lr"]
         self.finite.note(ok)
         guarded_step(self.optimizer, ok)
-        if self.ema is not None: self.ema.update(ok)
+        if self.ema is not None:
+            self.ema.update(ok)
         self.lr_scheduler.step()
 
     def training_step(self,
         batch:dict, # of our loader; or with cached tensors, or with lists `image`, `control`, `prompt`
     ) -> torch.Tensor: # scalar, with gradient
         "Mean loss of a batch."
-        if not is_cached(batch): batch = {**batch, **self.encode_batch(batch)}
-        c, step, places = self.config.train, self.global_step, self.state.places
+        if not is_cached(batch):
+            batch = {**batch, **self.encode_batch(batch)}
+        c = self.config.train
+        step = self.global_step
+        places = self.state.places
         seeds = batch_seeds(batch, c.seed, self.state.epoch, step)
         strata = step_strata(places, c.seed, step) if places and c.stratified_timesteps else None
         return self._compute_loss(batch, seeds, strata).mean()
@@ -304,7 +313,8 @@ class QwenImageEditTrainer(RunAttributes):
         strata=None, # as `step_strata`
     ) -> torch.Tensor: # [B] float32
         "Loss of each sample at noise and noise level from its seed."
-        c, variant = self.config.train, self.components.variant
+        c = self.config.train
+        variant = self.components.variant
         scheduler_config = self.components.get("scheduler").config
         eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, scheduler_config, strata, variant)
         return self.loss(batch, eps, sigmas, loss_weighting(c), c.mask_min_weight)
@@ -320,7 +330,8 @@ class QwenImageEditTrainer(RunAttributes):
         model = self.components.transformer
         options = self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant
         parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
-        if self.wrapped is not None and torch.is_grad_enabled(): model = self.wrapped
+        if self.wrapped is not None and torch.is_grad_enabled():
+            model = self.wrapped
         losses = {}
         for rows, part in parts:
             made = flow_matching_loss(model, part, eps[rows], sigmas[rows], *options)
