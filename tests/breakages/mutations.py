@@ -370,7 +370,7 @@ MUTATIONS = {
         Change("sampling/denoising", "sampling_schedule",
                "shift_mu(tokens, own.config, steps)", "shift_mu(tokens, config, steps)")]),
     "predict crops": Mutation("tests/test_predict.py::test_an_image_is_never_cropped", [
-        Change("predict", "predict", "replace(self.geometry(), crop=False)", "self.geometry()")]),
+        Change("predict", "Predictor.predict", "replace(self.geometry(), crop=False)", "self.geometry()")]),
     # --- checkpoints
     "generator not restored": Mutation(
         "tests/training/test_randomness.py::test_a_resumed_run_continues_torchs_generator", [

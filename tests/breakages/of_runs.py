@@ -137,9 +137,9 @@ MUTATIONS: dict[str, Mutation] = {
         Change("extras/space", "check_own", "file.exists() and MARK not in", "False and MARK not in")]),
     # --- edits
     "a user's change of the scheduler loses to the schedule": Mutation("tests/test_predict.py", [
-        Change("predict", "_sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
+        Change("predict", "Predictor._sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
     "predict without the mean of the adapter": Mutation("tests/evaluation/test_evaluate.py", [
-        Change("predict", "_saved_weights", "return self.adapters.ema_weights()",
+        Change("predict", "Predictor._saved_weights", "return self.adapters.ema_weights()",
                "return nullcontext()")]),
     # --- trainer and its parts
     "the last good checkpoint is pruned after skipped steps": Mutation(
