@@ -24,7 +24,6 @@ from .core.section import near_setting
 if TYPE_CHECKING:
     from qie_nb.cache import EmbeddingCacheManager
     from qie_nb.config import Config
-    from qie_nb.data.dataset import ImageDataset
     from qie_nb.trainer import QwenImageEditTrainer
     from qie_nb.training.run_processes import Commands
 
@@ -192,7 +191,9 @@ def cache(a:Namespace) -> int|None:
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
     c = _config(a)
-    if not folders and c: folders = list(map(str, _listed(c.cache.cache_dir)))
+    if not folders and c:
+        dirs = c.cache.cache_dir
+        folders = list(map(str, dirs if isinstance(dirs, list) else [dirs]))
     if not folders: raise ValueError("give the folder of a cache, or --config run.yaml")
     for folder in folders:
         if not may_hold_cache(folder):
@@ -200,10 +201,6 @@ def cache(a:Namespace) -> int|None:
     from qie_nb.cache import EmbeddingCacheManager
     m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
-
-def _listed(v:Any) -> list:
-    "A value, or several, as a list."
-    return v if isinstance(v, list) else [v]
 
 def _stats(m:"EmbeddingCacheManager", a:Namespace):
     "Print what a cache holds."
@@ -240,7 +237,7 @@ def _verify(m:"EmbeddingCacheManager", a:Namespace) -> int:
     return 1 if bad else 0
 
 # %% ../nbs/04_cli.ipynb #4ed51773
-def _dataset(m:"EmbeddingCacheManager", a:Namespace) -> "ImageDataset":
+def _dataset(m:"EmbeddingCacheManager", a:Namespace) -> Any: # `ImageDataset`
     "The configured data set with a cache. Raises if the cache is of another model."
     from qie_nb.data.dataset import ImageDataset
     t = _trainer(a)
@@ -408,8 +405,7 @@ def parser() -> CommandParser:
         "One more command."
         s = sub.add_parser(fn.__name__, help=help, aliases=aliases, description=help[0].upper() + help[1:],
                            epilog=f"example: qie-nb {example}")
-        for name, kw in flags:
-            s.add_argument(name, **kw)
+        for name, kw in flags: s.add_argument(name, **kw)
         s.set_defaults(run=fn)
     config = (("--config", dict(metavar="FILE", help="YAML file")),
               ("--preset", dict(help="tiny, or a GPU: t4, t4x2, rtx4090, ...")))
@@ -565,10 +561,8 @@ def started_process():
 
     def work(job:dict, notebook:Any):
         "Do a job."
-        if job["task"] == "precompute":
-            _precompute(job, notebook)
-        else:
-            _train(job, notebook, commands)
+        if job["task"] == "precompute": return _precompute(job, notebook)
+        _train(job, notebook, commands)
     run_started(work, commands.hear)
 
 # %% ../nbs/04_cli.ipynb #8ad99c90
