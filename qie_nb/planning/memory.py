@@ -505,7 +505,7 @@ class Memory:
         "What stays on the device between steps, while an evaluation computes."
         return self.total - self.part("saved activations") - self.part("working memory")
 
-    def part(self, name:str) -> int: # 0 if there is none of this name
+    def part(self, name:str) -> int: # 0 for an unknown name
         "The bytes of one part."
         return sum(part.bytes for part in self.parts if part.name == name)
 
