@@ -41,7 +41,8 @@ def rates(site): # {name: (amount a second, source)}
 def gpu_rates(gpu): # {name: (amount a second, source)}
     "The planner's own rates of a GPU."
     from qie_nb.core.presets import KNOWN_GPUS
-    from qie_nb.planning.cards import ATTENTION, BANDWIDTH, bytes_rate, parse_gpu, product_rate
+    from qie_nb.planning.cards import parse_gpu
+    from qie_nb.planning.step_work import ATTENTION, BANDWIDTH, bytes_rate, product_rate
     known = KNOWN_GPUS[parse_gpu(gpu).name]
     float32, float16 = (product_rate(known, dtype) * 1e12 for dtype in ("float32", "float16"))
     return dict(

@@ -9,10 +9,10 @@ __all__ = ['EDIT_MASK_RULE', 'key_of', 'CacheEntry', 'stable_seed', 'image_parts
 
 # %% ../nbs/00_cache.ipynb #c58ef49e
 import hashlib, json, os, shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MASKS, MODULATION, PREFIX,
                                        CacheEntryError, is_key, pack_entry)
@@ -21,34 +21,41 @@ from .core.cache_layers import (FolderStore, ShardStore, check_kind, empty_outpu
 from .core.display import quarantined_entries, status_html
 from .core.files import file_lock, stale_temp_files, write_atomic
 
+if TYPE_CHECKING:
+    import torch
+    from qie_nb.core.display import Progress
+
 # %% ../nbs/00_cache.ipynb #52f7a898
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
 
 def key_of(
     kind:str, # one of `KINDS`
-    **parts, # everything the tensor depends on: strings, numbers, lists
+    **parts:object, # everything the tensor depends on: strings, numbers, lists
 ) -> str: # 40 hex digits (160 bits of sha256)
+    "The key of an entry."
     return hashlib.sha256(f"{kind}\n{_canonical(parts)}".encode()).hexdigest()[:40]
 
 class CacheEntry(NamedTuple):
     "An entry: its kind, its key, and what the key was made of."
     kind: str
     key: str
-    parts: dict = None
+    parts: dict|None = None
 
     @property
-    def id(self) -> tuple: return self.kind, self.key
+    def id(self) -> tuple[str, str]:
+        "Kind and key, which name the entry's file."
+        return self.kind, self.key
 
-def stable_seed(*parts) -> int: # anything with a stable `str`, e.g. an epoch; below 2**63
+def stable_seed(*parts:object) -> int: # anything with a stable `str`, e.g. an epoch; below 2**63
     "A seed that depends only on its parts (`hash` differs between processes)."
     return int.from_bytes(hashlib.sha256("\0".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 # %% ../nbs/00_cache.ipynb #c8e189e5
 def image_parts(
     image:str, # digest of the image file's bytes
-    size, # (width, height) after resizing
+    size:Sequence[int], # (width, height) after resizing
     identity:dict, # of the encoders, as in the manifest
-    crop=None, # aspect (width, height) of a centre crop before resizing
+    crop:Sequence[int]|None=None, # aspect (width, height) of a centre crop before resizing
 ) -> dict:
     "The key parts of `pixel_latent` and `control_latent`."
     return dict(image=image, size=list(size), crop=list(crop) if crop else None, resize="lanczos-1",
@@ -57,10 +64,10 @@ def image_parts(
 # %% ../nbs/00_cache.ipynb #c8e18901
 def prompt_parts(
     prompt:str, # an empty one is encoded as " "
-    controls, # digests of the control images, in order
-    vl_sizes, # (width, height) of each for the text encoder's vision tower
-    identity:dict,
-    crop=None,
+    controls:Sequence[str], # digests of the control images, in order
+    vl_sizes:Sequence[Sequence[int]], # (width, height) of each for the text encoder's vision tower
+    identity:dict, # of the encoders, as in the manifest
+    crop:Sequence[int]|None=None, # as for `image_parts`
 ) -> dict:
     "The key parts of `prompt_embed`."
     template = identity["template"] if controls else identity.get("text_template")
@@ -70,7 +77,12 @@ def prompt_parts(
                 dtype=identity["dtype"])
 
 # %% ../nbs/00_cache.ipynb #c8e18902
-def prefix_parts(controls, vl_sizes, identity:dict, crop=None) -> dict:
+def prefix_parts(
+    controls:Sequence[str], # these are arguments of `prompt_parts`
+    vl_sizes:Sequence[Sequence[int]],
+    identity:dict,
+    crop:Sequence[int]|None=None,
+) -> dict:
     "The key parts of `prompt_prefix`: those of a prompt without the prompt."
     parts = prompt_parts("", controls, vl_sizes, identity, crop)
     return {k: v for k, v in parts.items() if k != "prompt"}
@@ -186,8 +198,8 @@ class EmbeddingCacheManager:
         self.layers = open_layers(cache_dir, remote_copy_gb)
         self.cache_dir = self.layers[-1].folder
         self.name = self.layers[-1].name # for messages
-        self.quarantined = [] # (location, reason) of each bad entry that was read
-        self.unusable = set() # (folder, kind, key) of bad entries that could not be moved
+        self.quarantined: list = [] # (location, reason) of each bad entry that was read
+        self.unusable: set = set() # (folder, kind, key) of bad entries that could not be moved
 
     @property
     def writable(self) -> bool:
@@ -210,7 +222,7 @@ class EmbeddingCacheManager:
     def save_cache(self,
         kind:str, # one of `KINDS`
         file_hash:str, # its key
-        tensor, # `torch.Tensor`; of a prompt: whole, or the part after `prefix`
+        tensor:"torch.Tensor", # of a prompt: whole, or the part after `prefix`
         parts:dict|None=None, # what the key was made of
         prefix:str|None=None, # key of its `prompt_prefix`
     ) -> Path:
@@ -263,7 +275,8 @@ class EmbeddingCacheManager:
     def _layers_with(self, kind, key):
         "Yield the layers with a usable entry."
         for layer in self.layers:
-            if layer.has(kind, key) and (layer.folder, kind, key) not in self.unusable: yield layer
+            if layer.has(kind, key) and (layer.folder, kind, key) not in self.unusable:
+                yield layer
 
     def quarantine(self, layer:FolderStore|ShardStore, kind:str, key:str, reason:str):
         "Move a bad entry to `quarantine/`; if that is not possible, ignore it from now on."
@@ -279,14 +292,16 @@ class EmbeddingCacheManager:
             self.unusable.add((layer.folder, kind, key))
             return
         text = f"{kind}: {reason}\n".encode()
-        with suppress(OSError): write_atomic(target.with_suffix(".reason.txt"), text, self.temp_dir)
+        with suppress(OSError):
+            write_atomic(target.with_suffix(".reason.txt"), text, self.temp_dir)
 
     # --- the encoders
 
     def identities(self) -> dict: # {id: identity}
         "The encoders that filled this cache, over all layers."
         found = {}
-        for layer in self.layers: found.update(identities_of(layer))
+        for layer in self.layers:
+            found.update(identities_of(layer))
         return found
 
     def identity(self,
@@ -329,7 +344,8 @@ class EmbeddingCacheManager:
                 counted["count"] += 1
                 counted["bytes"] += size
         bad = 0
-        for layer in self.layers: bad += len(list((layer.folder/"quarantine").glob("*.safetensors")))
+        for layer in self.layers:
+            bad += len(list((layer.folder/"quarantine").glob("*.safetensors")))
         return stats | dict(quarantined=bad, layers=list(layers.values()), models=self.identities())
 
     def _layer_facts(self, layer):
@@ -353,19 +369,23 @@ class EmbeddingCacheManager:
 
     def verify(self,
         repair:bool=False, # move bad entries to `quarantine/`?
-        bar=None, # `Progress`
+        bar:"Progress|None"=None,
     ) -> list: # (location, reason) of each bad entry, in every layer
         "Read and check every entry."
         todo = []
         for layer in self.layers:
-            for kind in EVERY_KIND: todo += [(layer, kind, key) for key, _ in layer.entries(kind)]
+            for kind in EVERY_KIND:
+                todo += [(layer, kind, key) for key, _ in layer.entries(kind)]
         bad = []
         for layer, kind, key in todo:
             why = verify_entry(layer, kind, key)
-            if why and repair: self.quarantine(layer, kind, key, why)
+            if why and repair:
+                self.quarantine(layer, kind, key, why)
             why = why or self._lacks_prefix(kind, key)
-            if why: bad.append((layer.where(kind, key), why))
-            if bar: bar.update()
+            if why:
+                bad.append((layer.where(kind, key), why))
+            if bar:
+                bar.update()
         return bad
 
     def _lacks_prefix(self, kind, key):
@@ -381,13 +401,16 @@ class EmbeddingCacheManager:
         self._require_writable(", so nothing is cleared")
         kinds = [kind] if kind else EVERY_KIND
         removed = 0
-        for one in kinds: removed += len(list(self.layers[-1].entries(one)))
-        for one in kinds: shutil.rmtree(self.cache_dir/one, ignore_errors=True)
+        for one in kinds:
+            removed += len(list(self.layers[-1].entries(one)))
+        for one in kinds:
+            shutil.rmtree(self.cache_dir/one, ignore_errors=True)
         return removed
 
     def clean(self):
         "Delete temporary files of processes that have died."
-        for file in stale_temp_files(self.temp_dir): file.unlink(missing_ok=True)
+        for file in stale_temp_files(self.temp_dir):
+            file.unlink(missing_ok=True)
 
     def gc(self,
         keep:set|None=None, # of (kind, key); None: remove only what is never read
@@ -403,7 +426,8 @@ class EmbeddingCacheManager:
             files = files_inside(self.cache_dir, found)
             report[name] = dict(count=len(files), bytes=sum(file.stat().st_size for file in files))
             if dry_run: continue
-            for file in files: file.unlink(missing_ok=True)
+            for file in files:
+                file.unlink(missing_ok=True)
         return report
 
     def _entries_without_use(self, keep):

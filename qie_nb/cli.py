@@ -9,8 +9,11 @@ __all__ = ['EXIT_CODES', 'check_paths', 'precompute', 'caption', 'prequantize', 
 
 # %% ../nbs/04_cli.ipynb #68a64ce5
 import difflib, io, json, re, sys
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .core.files import check_result_file, is_path, path_from, typed_path
 from .core.settings import Parser, either
@@ -18,14 +21,22 @@ from .core.display import size_text, status_text
 from .core.presets import VARIANT_NAMES, check_model_name
 from .core.section import near_setting
 
+if TYPE_CHECKING:
+    from qie_nb.cache import EmbeddingCacheManager
+    from qie_nb.config import Config
+    from qie_nb.trainer import QwenImageEditTrainer
+    from qie_nb.training.run_processes import Commands
+
 # %% ../nbs/04_cli.ipynb #96e6390e
 _YAML = (".yaml", ".yml", ".json")
 
-def _split_settings(texts) -> tuple: # (settings, others)
-    is_setting = lambda t: re.match(r"[\w.]+=", t)
-    return [t for t in texts if is_setting(t)], [t for t in texts if not is_setting(t)]
+def _split_settings(texts:list[str]) -> tuple[list[str], list[str]]: # (settings, others)
+    "What is written as key=value, and the rest."
+    settings = [text for text in texts if re.match(r"[\w.]+=", text)]
+    return settings, [text for text in texts if text not in settings]
 
-def _config(a): # `Config`, or None if nothing is given
+def _config(a:Namespace) -> "Config|None": # None if nothing is given
+    "The configuration of the command line: a file and settings."
     from qie_nb.config import load_config_from_yaml
     settings, files = _split_settings(getattr(a, "settings", []))
     for f in files:
@@ -33,7 +44,8 @@ def _config(a): # `Config`, or None if nothing is given
             what = "" if Path(f).exists() else " (and no such file exists)"
             raise ValueError(f"{f!r} is neither a YAML file nor a setting{what}; write a setting as "
                              "train.max_train_steps=100")
-    if len(files := [*filter(None, [a.config]), *files]) > 1:
+    files = [*filter(None, [a.config]), *files]
+    if len(files) > 1:
         raise ValueError(f"give one configuration file, got {', '.join(files)}")
     if files and not typed_path(files[0]).exists():
         raise FileNotFoundError(f"`config` {files[0]!r} does not exist; "
@@ -41,13 +53,15 @@ def _config(a): # `Config`, or None if nothing is given
     if getattr(a, "preset", None): settings.append(f"preset={a.preset}")
     return load_config_from_yaml(*files or [None], settings) if files or settings else None
 
-def _needed_config(a):
-    if (c := _config(a)) is not None: return c
+def _needed_config(a:Namespace) -> "Config":
+    "The same. Raises ValueError if nothing is given."
+    c = _config(a)
+    if c is not None: return c
     raise ValueError(f"`{a.command}` needs a configuration: --config run.yaml (`qie-nb init` writes one), or "
                      "settings, e.g. preset=tiny data.dataset_path=my_pairs")
 
 # %% ../nbs/04_cli.ipynb #22c1fba1
-def _check_least(a, **least): # {flag: its least value}
+def _check_least(a:Namespace, **least:float): # {flag: its least value}
     "Raises ValueError for a number of the command line that is too small."
     for name, low in least.items():
         value = getattr(a, name)
@@ -55,7 +69,7 @@ def _check_least(a, **least): # {flag: its least value}
             raise ValueError(f"`--{name.replace('_', '-')}` must be {low} or more, got {value:g}")
 
 # %% ../nbs/04_cli.ipynb #22c1fb01
-def check_paths(c, a): # `Config`, arguments
+def check_paths(c:"Config", a:Namespace):
     "Raises for missing files and folders, without torch."
     check_model_name(c.model.pretrained_model_name_or_path)
     loras = [*getattr(a, "lora", []), *(s.path for s in c.predict.loras if a.command == "predict")]
@@ -71,13 +85,15 @@ def check_paths(c, a): # `Config`, arguments
         if file.is_dir(): raise ValueError(f"image {image!r} is a folder; give an image file")
         if not file.is_file(): raise FileNotFoundError(f"image {image!r} does not exist")
     for name in ("val_path", "test_image_dir") if a.command in ("train", "evaluate") else ():
-        if (v := getattr(c.train, name)) and not typed_path(v).exists():
+        v = getattr(c.train, name)
+        if v and not typed_path(v).exists():
             raise FileNotFoundError(f"`train.{name}` {v!r} does not exist; fix the path")
     if a.command in ("precompute", "train", "evaluate"):
         from qie_nb.data.samples import config_samples
         config_samples(c.data)
 
-def _trainer(a):
+def _trainer(a:Namespace) -> "QwenImageEditTrainer":
+    "The trainer of the command line's configuration."
     if getattr(a, "model", None):
         if a.config or _split_settings(a.settings)[1]:
             raise ValueError("give a configuration or `--model`, not both: the configuration names its model")
@@ -91,7 +107,8 @@ def _trainer(a):
     return QwenImageEditTrainer(config)
 
 # %% ../nbs/04_cli.ipynb #cf370451
-def precompute(a):
+def precompute(a:Namespace) -> int:
+    "Fill the cache."
     if a.ray is None and (a.workers, a.gpus) != (None, None):
         raise ValueError("`--workers` and `--gpus` are for a Ray cluster; add `--ray`")
     _check_least(a, start_idx=0, end_idx=1)
@@ -102,7 +119,7 @@ def precompute(a):
     report = trainer.cache_embeddings(None, a.start_idx, a.end_idx, cluster)
     return 0 if report.samples > len(report.skipped) else 1 # skipped samples are in the report
 
-def caption(a:object): # arguments
+def caption(a:Namespace):
     "Write instructions, or take them back."
     trainer = _trainer(a)
     from qie_nb.extras.instructions import undo_instructions, write_instructions
@@ -110,25 +127,29 @@ def caption(a:object): # arguments
         return print(write_instructions(trainer, a.how, a.prefix, a.language, a.overwrite, a.dry_run))
     print(f"{undo_instructions(trainer.config.data.dataset_path)} files are as before")
 
-def prequantize(a): _trainer(a).save_prequantized(a.out, not a.no_encoders)
+def prequantize(a:Namespace):
+    "Write a quantized copy of the model."
+    _trainer(a).save_prequantized(a.out, not a.no_encoders)
 
 EXIT_CODES = {"interrupted": 130, "SIGTERM": 143} # those of a shell: 128 + the signal's number
 
-def end_together(trainer):
+def end_together(trainer:"QwenImageEditTrainer"):
     "Wait for the other processes of `accelerate launch`: one that ends early looks like a failure to them."
     accelerator = trainer.accelerator # None if `fit` started the processes: they have ended
     if accelerator is not None and accelerator.num_processes > 1:
         accelerator.wait_for_everyone()
         accelerator.end_training()
 
-def train(a):
+def train(a:Namespace) -> int:
+    "Train, and save the LoRA into `train.output_dir`/lora."
     trainer = _trainer(a).fit()
     trainer.save_lora(Path(trainer.config.train.output_dir)/"lora") # all processes, one writes
     end_together(trainer)
     return EXIT_CODES.get(trainer.state.stop, 1 if trainer.state.suspect else 0)
 
 # %% ../nbs/04_cli.ipynb #ef4d21bf
-def evaluate(a):
+def evaluate(a:Namespace):
+    "Print the held-out loss of checkpoints as JSON, and a table of several."
     with redirect_stdout(sys.stderr): # progress; stdout is for the result
         t = _trainer(a)
         from qie_nb.evaluation.compare import table
@@ -137,19 +158,22 @@ def evaluate(a):
     for r in results: print(json.dumps({k: v for k, v in r.items() if k != "losses"}, indent=1))
     if len(results) > 1 and "losses" in results[0]: print(table(results))
 
-def predict(a):
+def predict(a:Namespace):
+    "Edit an image and write the result."
     out_file = check_result_file(a.out)
     _check_least(a, steps=2, cfg=0)
     for side in ("width", "height"):
         n = getattr(a, side)
         if n is not None and (n < 16 or n % 16):
-            nearest = max(16, n // 16 * 16)
-            raise ValueError(f"`--{side}` must be a multiple of 16, got {n}; use {nearest}")
+            raise ValueError(f"`--{side}` must be a multiple of 16, got {n}; use {max(16, n // 16 * 16)}")
     t = _trainer(a)
     from PIL import Image
     from qie_nb.lora.adapters import split_weight
-    if len(a.lora) == 1: spec = split_weight(a.lora[0]); t.load_lora(spec.path, weight=spec.weight)
-    elif a.lora: t.load_loras([split_weight(text) for text in a.lora])
+    if len(a.lora) == 1:
+        spec = split_weight(a.lora[0])
+        t.load_lora(spec.path, weight=spec.weight)
+    elif a.lora:
+        t.load_loras([split_weight(text) for text in a.lora])
     image = a.image if len(a.image) > 1 else a.image[0]
     out = t.predict(image, a.prompt, a.negative_prompt, a.steps, a.cfg, a.height, a.width, a.seed,
                     schedule=a.schedule)
@@ -157,7 +181,8 @@ def predict(a):
     print(f"{a.out}: {out.shape[1]}x{out.shape[0]}")
 
 # %% ../nbs/04_cli.ipynb #788a16ee
-def cache(a):
+def cache(a:Namespace) -> int|None:
+    "Do what `action` names with a cache."
     _check_least(a, shard_gb=0.001)
     if a.action == "pack" and not a.out:
         raise ValueError("`--out` is not set; name a new folder for the packed cache")
@@ -166,7 +191,9 @@ def cache(a):
     a.settings += [t for t in others if t.lower().endswith(_YAML)]
     folders = [t for t in others if t not in a.settings]
     c = _config(a)
-    if not folders and c: folders = list(map(str, _listed(c.cache.cache_dir)))
+    if not folders and c:
+        dirs = c.cache.cache_dir
+        folders = list(map(str, dirs if isinstance(dirs, list) else [dirs]))
     if not folders: raise ValueError("give the folder of a cache, or --config run.yaml")
     for folder in folders:
         if not may_hold_cache(folder):
@@ -175,16 +202,16 @@ def cache(a):
     m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
-def _listed(v): return v if isinstance(v, list) else [v]
-
-def _stats(m, a):
+def _stats(m:"EmbeddingCacheManager", a:Namespace):
+    "Print what a cache holds."
     with redirect_stdout(sys.stderr):
         status = _dataset(m, a).status() if a.config or a.settings else m.get_cache_stats()
     if a.json: return print(json.dumps(status, indent=1, default=str))
     print(status_text(status))
 
 # %% ../nbs/04_cli.ipynb #db3ada43
-def _clear(m, a):
+def _clear(m:"EmbeddingCacheManager", a:Namespace):
+    "Remove entries, after a question."
     from qie_nb.core.cache_entries import EVERY_KIND
     kinds = [a.kind] if a.kind else EVERY_KIND
     sizes = [size for k in kinds for _, size in m.layers[-1].entries(k)]
@@ -199,7 +226,8 @@ def _clear(m, a):
     m.clear_cache(a.kind)
     print(f"removed {what}")
 
-def _verify(m, a):
+def _verify(m:"EmbeddingCacheManager", a:Namespace) -> int:
+    "Read all entries and print the bad ones; 1 if there are some."
     from qie_nb.core.display import Progress
     n = m.get_cache_stats()["total"]["count"]
     bad = m.verify(a.repair, Progress(n, "verify") if n > 500 else None)
@@ -209,7 +237,8 @@ def _verify(m, a):
     return 1 if bad else 0
 
 # %% ../nbs/04_cli.ipynb #4ed51773
-def _dataset(m, a):
+def _dataset(m:"EmbeddingCacheManager", a:Namespace) -> Any: # `ImageDataset`
+    "The configured data set with a cache. Raises if the cache is of another model."
     from qie_nb.data.dataset import ImageDataset
     t = _trainer(a)
     dataset = ImageDataset(t.config)
@@ -219,36 +248,39 @@ def _dataset(m, a):
     if dataset.identity is None: raise ValueError(f"cache {m.name} is empty; precompute first")
     return dataset
 
-def _keep(m, a):
+def _keep(m:"EmbeddingCacheManager", a:Namespace) -> set|None: # None: everything
+    "The entries that the configured run needs."
     if not a.config and not a.settings: return None
     t, dataset = _trainer(a), _dataset(m, a)
     more = t.data.beside(dataset)
-    for data in more:
-        data.refresh(dataset.identity)
+    for data in more: data.refresh(dataset.identity)
     return set().union(*(d.entries_needed() for d in (dataset, *more)))
 
-def _gc(m, a):
+def _gc(m:"EmbeddingCacheManager", a:Namespace):
+    "Remove what no run needs."
     for what, v in m.gc(_keep(m, a), a.dry_run).items():
-        print(f"{what}: {v['count']} files, {size_text(v['bytes'])} {'would be ' * a.dry_run}removed")
+        print(f"{what}: {v['count']} files, {size_text(v['bytes'])} {'would be removed' if a.dry_run else 'removed'}")
 
-def _pack(m, a):
+def _pack(m:"EmbeddingCacheManager", a:Namespace):
+    "Write the cache's entries into a few large files."
     files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
     size = sum(f.stat().st_size for f in files)
     print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
-def plan(a):
+def plan(a:Namespace):
+    "Print memory and time of a run."
     from qie_nb.config import check_plan_arguments
     _check_least(a, controls=1, pairs=1)
     check_plan_arguments(a.model, a.gpu, a.resolution, a.quantize)
     config = _config(a)
-    if config:
-        check_model_name(config.model.pretrained_model_name_or_path)
+    if config: check_model_name(config.model.pretrained_model_name_or_path)
     from qie_nb.planning.cards import card_table, plan
     if a.table: return print(card_table())
     print(plan(a.model, a.gpu, a.resolution, config, a.quantize, a.controls, pairs=a.pairs))
 
-def doctor(a):
+def doctor(a:Namespace) -> int:
+    "Print what the doctor finds."
     config = _config(a)
     from qie_nb.planning.doctor import doctor
     report = doctor(config)
@@ -256,10 +288,12 @@ def doctor(a):
     return 1 if report.of("error") else 0
 
 # %% ../nbs/04_cli.ipynb #51a22411
-def _to_check(a): # `Config`, folder or table
+def _to_check(a:Namespace) -> "Config|str": # or a folder or table
+    "The data set that the command line names."
     a.settings, others = _split_settings(a.where)
     files = [t for t in others if t.lower().endswith((".yaml", ".yml"))]
-    folders, a.settings = [t for t in others if t not in files], a.settings + files
+    folders = [t for t in others if t not in files]
+    a.settings = a.settings + files
     if len(folders) > 1: raise ValueError(f"give one data set, got {', '.join(folders)}")
     config = _config(a)
     if folders and config:
@@ -268,36 +302,46 @@ def _to_check(a): # `Config`, folder or table
     if not (folders or config): raise ValueError("give the folder of your pairs, or --config run.yaml")
     return config or folders[0]
 
-def _overfit(a):
+def _overfit(a:Namespace) -> int:
+    "Print whether this setup learns; 1 if it does not."
     a.settings = a.where
     trainer = _trainer(a)
     from qie_nb.extras.diagnostics import overfit_check
     return 0 if overfit_check(trainer, a.steps).ok else 1
 
-def check(a):
+def check(a:Namespace) -> int|None:
+    "Print how well targets and controls fit each other."
     _check_least(a, steps=1)
     if a.overfit: return _overfit(a)
     where = _to_check(a)
     from qie_nb.data.alignment_check import align_pairs, aligned_summary
     from qie_nb.data.alignment_check import check_alignment, new_folder
-    if a.align: new_folder(a.align) # raises before the work
+    if a.align:
+        new_folder(a.align) # raises before the work
     with redirect_stdout(sys.stderr if a.json else sys.stdout): # progress
         report = check_alignment(where)
         report.where = " ".join(a.where) or f"--config {a.config}"
         if a.align: text = aligned_summary(align_pairs(where, a.align, report), a.align)
         if a.align and a.json: print(text)
-    if a.json: print(json.dumps(report.data()))
-    else: print(report if not a.align else f"{report.summary()}\n{text}")
+    if a.json:
+        print(json.dumps(report.data()))
+    else:
+        print(report if not a.align else f"{report.summary()}\n{text}")
+    return None
+    return None
 
-def init(a):
+def init(a:Namespace):
+    "Write a first configuration."
     from qie_nb.planning.first_config import init
     print(init(a.folder, a.out, a.force))
 
-def options(a):
+def options(a:Namespace):
+    "Print the settings with their defaults."
     from qie_nb.config import describe
     print(describe(a.section) if a.section else describe())
 
-def selfcheck(a):
+def selfcheck(a:Namespace) -> int:
+    "Print a report for an issue."
     from qie_nb.config import make_config
     _check_least(a, steps=2)
     check_model_name(a.model, "`--model`")
@@ -313,14 +357,16 @@ def selfcheck(a):
     print(json.dumps(report.data(), indent=1) if a.json else report)
     return 0 if report.ok else 1
 
-def demo(a):
+def demo(a:Namespace):
+    "Run the demonstration."
     from qie_nb.tiny.photos import demo
     demo(a.out)
 
 # %% ../nbs/04_cli.ipynb #669c0e01
 class CommandParser(Parser):
     "The parser of `qie-nb`."
-    def unknown(self, text, args, a):
+    def unknown(self, text:str, args:Any, a:Namespace): # the option, and all arguments
+        "End the command with the nearest option, or the setting that may be meant."
         flag, _, value = text.lstrip("-").partition("=")
         rest = args[args.index(text) + 1:][:1] if text in args else []
         value = value or next((t for t in rest if not t.startswith("-")), "...")
@@ -333,18 +379,30 @@ class CommandParser(Parser):
                 f"see `qie-nb {a.command} --help` and `qie-nb options`"
         self.exit(2, f"qie-nb {a.command}: `{text}` is not an option; {remedy}\n")
 
-    def flags(self, command) -> list:
+    def flags(self, command:str) -> list[str]:
+        "The options of a command."
         sub = next(x for x in self._actions if getattr(x, "dest", "") == "command").choices[command]
         return [s for x in sub._actions for s in x.option_strings if s.startswith("--")]
 
+def _flag(help:str) -> dict:
+    "An option without a value."
+    return dict(action="store_true", help=help)
+
+def _number(help:str, type:Callable=int, **more:Any) -> dict:
+    "An option with a number."
+    return dict(type=type, metavar="N", help=help) | more
+
 def parser() -> CommandParser:
+    "The parser of all commands."
     from qie_nb import __version__
     from qie_nb.core.cache_entries import EVERY_KIND
     p = CommandParser("qie-nb", description="Fine-tune Qwen-Image-Edit with LoRA",
                       epilog="first: qie-nb init my_pairs; then: qie-nb doctor run.yaml, qie-nb train run.yaml")
     p.add_argument("--version", action="version", version=f"qie-nb {__version__}")
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    def add(fn, help, example, *flags, aliases=()):
+
+    def add(fn:Callable, help:str, example:str, *flags:tuple, aliases:tuple=()):
+        "One more command."
         s = sub.add_parser(fn.__name__, help=help, aliases=aliases, description=help[0].upper() + help[1:],
                            epilog=f"example: qie-nb {example}")
         for name, kw in flags: s.add_argument(name, **kw)
@@ -353,25 +411,23 @@ def parser() -> CommandParser:
               ("--preset", dict(help="tiny, or a GPU: t4, t4x2, rtx4090, ...")))
     yaml = *config, ("settings", dict(nargs="*", metavar="KEY=VALUE",
         help="settings that override the file's (`qie-nb options` lists them), or the file itself"))
-    flag = lambda help: dict(action="store_true", help=help)
-    number = lambda help, type=int, **kw: dict(type=type, metavar="N", help=help) | kw
     add(init, "write a commented run.yaml for your pairs and this machine's GPU", "init my_pairs",
         ("folder", dict(nargs="?", default=".", help="data set, or a folder with one inside; default here")),
         ("--out", dict(metavar="FILE", default="run.yaml", help="file to write; default run.yaml")),
-        ("--force", flag("overwrite an existing file")))
+        ("--force", _flag("overwrite an existing file")))
     add(check, "find pairs whose target is shifted, zoomed or turned against its control", "check my_pairs",
         ("where", dict(nargs="*", metavar="FOLDER", help="data set, or a YAML file and KEY=VALUE settings")),
-        *config, ("--json", flag("JSON: shift in pixels, scale, degrees and changed share of each pair")),
+        *config, ("--json", _flag("JSON: shift in pixels, scale, degrees and changed share of each pair")),
         ("--align", dict(metavar="OUT", help="new folder for a copy with aligned targets")),
-        ("--overfit", flag("does this setup learn? Trains on two of its pairs in a temporary folder")),
-        ("--steps", number("with --overfit: training steps; default 60", default=60)))
+        ("--overfit", _flag("does this setup learn? Trains on two of its pairs in a temporary folder")),
+        ("--steps", _number("with --overfit: training steps; default 60", default=60)))
     add(caption, "let the text encoder look at the pairs and write their instructions",
         "caption run.yaml --how one --dry-run", *yaml,
         ("--how", dict(choices=["each", "one", "details"], default="each", help="default each")),
         ("--prefix", dict(default="", help="what all begin with; details come after it")),
         ("--language", dict(default="English", help="of the instructions; default English")),
-        ("--overwrite", flag("also pairs with one")), ("--dry-run", flag("write nothing")),
-        ("--undo", flag("take back what was written")))
+        ("--overwrite", _flag("also pairs with one")), ("--dry-run", _flag("write nothing")),
+        ("--undo", _flag("take back what was written")))
     add(doctor, "check this machine and a configuration", "doctor run.yaml", *yaml)
     add(plan, "memory and time of a run, and the fastest settings that fit a GPU",
         'plan --gpu "RTX 4090" --resolution 1024', *yaml,
@@ -380,19 +436,19 @@ def parser() -> CommandParser:
         ("--gpu", dict(help="e.g. T4, 2xT4, RTX 4090, A100-80, 'L40S 48GB', or GB; default this machine's")),
         ("--resolution", dict(help="of targets: side or width x height; default the configuration's")),
         ("--quantize", dict(help="only this one: none, or a value of `model.quantize`")),
-        ("--controls", number("control images per pair, 1 or more; default 1", default=1)),
-        ("--pairs", number("pairs of before and after; default the configuration's, else 50")),
-        ("--table", flag("what some GPUs take for 50 pairs, as a table")))
+        ("--controls", _number("control images per pair, 1 or more; default 1", default=1)),
+        ("--pairs", _number("pairs of before and after; default the configuration's, else 50")),
+        ("--table", _flag("what some GPUs take for 50 pairs, as a table")))
     add(precompute, "encode a data set into the cache; train does this too", "precompute run.yaml", *yaml,
-        ("--start-idx", number("first sample, from 0; default 0", default=0)),
-        ("--end-idx", number("sample to stop before; default all. Several machines can share the work")),
+        ("--start-idx", _number("first sample, from 0; default 0", default=0)),
+        ("--end-idx", _number("sample to stop before; default all. Several machines can share the work")),
         ("--ray", dict(nargs="?", const="", metavar="ADDRESS",
             help="on a Ray cluster: host:port, auto for this machine's; default: one that ends with the job")),
-        ("--workers", number("with --ray: default one per GPU, without GPUs one per machine")),
-        ("--gpus", number("with --ray: GPUs of a worker, e.g. 0.5; default 1, without GPUs 0", float)))
+        ("--workers", _number("with --ray: default one per GPU, without GPUs one per machine")),
+        ("--gpus", _number("with --ray: GPUs of a worker, e.g. 0.5; default 1, without GPUs 0", float)))
     add(train, "train a LoRA", "train run.yaml train.max_train_steps=800", *yaml,
         ("--resume", dict(metavar="CHECKPOINT", help="checkpoint folder, or latest")),
-        ("--force", flag("resume even if data, seed, model or adapter differ")))
+        ("--force", _flag("resume even if data, seed, model or adapter differ")))
     add(evaluate, "validation loss and images of a checkpoint", "evaluate run.yaml --checkpoint best", *yaml,
         ("--checkpoint", dict(action="append",
         help="folder, LoRA file, latest (default), best, or base for the base model; repeat to compare")))
@@ -405,52 +461,55 @@ def parser() -> CommandParser:
         ("--lora", dict(action="append", default=[], help="file, folder or hub id, and :weight; repeatable")),
         ("--schedule", dict(choices=["auto", "none", "lightning"], help="default predict.schedule")),
         ("--negative-prompt", dict(default="", help="what to avoid; default empty")),
-        ("--steps", number("sampling steps, 2 or more; default 20, or the schedule's")),
-        ("--cfg", number("guidance, 1: none; default 4, or the schedule's", float)),
-        ("--height", number("pixels, a multiple of 16; default from the image")),
-        ("--width", number("the same")), ("--seed", number("of the noise; default 0", default=0)))
+        ("--steps", _number("sampling steps, 2 or more; default 20, or the schedule's")),
+        ("--cfg", _number("guidance, 1: none; default 4, or the schedule's", float)),
+        ("--height", _number("pixels, a multiple of 16; default from the image")),
+        ("--width", _number("the same")), ("--seed", _number("of the noise; default 0", default=0)))
     add(cache, "inspect, check, clear or pack a cache", "cache clear cache --kind prompt_embed --dry-run",
         ("action", dict(choices=["stats", "verify", "clear", "gc", "pack"],
                         help="gc removes what no run needs")),
         ("cache_dir", dict(nargs="*", help="folders, the last one is written; default the configuration's")),
-        *config, ("--json", flag("with stats: JSON")), ("--kind", dict(choices=EVERY_KIND,
+        *config, ("--json", _flag("with stats: JSON")), ("--kind", dict(choices=EVERY_KIND,
             metavar="KIND", help=f"with clear: {', '.join(EVERY_KIND)}; default all")),
-        ("--repair", flag("with verify: move bad entries to quarantine")),
-        ("--dry-run", flag("with clear and gc: only report")),
-        ("--yes", flag("with clear: do not ask")), ("--out", dict(help="with pack: new folder")),
-        ("--shard-gb", number("with pack: largest file in GB; default 2", float, default=2)))
+        ("--repair", _flag("with verify: move bad entries to quarantine")),
+        ("--dry-run", _flag("with clear and gc: only report")),
+        ("--yes", _flag("with clear: do not ask")), ("--out", dict(help="with pack: new folder")),
+        ("--shard-gb", _number("with pack: largest file in GB; default 2", float, default=2)))
     add(prequantize, "write a quantized copy of the model and its modulation table",
         "prequantize run.yaml --out model_nf4", *yaml, ("--out", dict(required=True, help="new folder")),
-        ("--no-encoders", flag("only for training from a complete cache")), aliases=["prequantise"])
+        ("--no-encoders", _flag("only for training from a complete cache")), aliases=["prequantise"])
     add(options, "list the settings with their defaults", "options train",
         ("section", dict(nargs="?", help="e.g. train, model.lora or train.max_hours; default all")))
     add(selfcheck, "report for an issue: parity with the pipeline, memory, speed, finite outputs",
         "selfcheck --model tiny", ("--model", dict(default="tiny", help="folder, hub id or tiny (default)")),
-        ("--steps", number("sampling steps; default 2", default=2)),
+        ("--steps", _number("sampling steps; default 2", default=2)),
         ("--device", dict(default="auto", help="of the transformer: auto (default), cpu, cuda, cuda:1, mps")),
         ("--train", dict(choices=["true", "false"], default="true", help="also run two training steps")),
         ("--offload", dict(default="auto", help="as predict.offload: auto (default), none, model, layers")),
         *((f"--{k}", dict(help=f"as model.{k.replace('-', '_')}")) for k in ("quantize", "text-encoder-quantize")),
-        ("--json", flag("JSON instead of Markdown")))
+        ("--json", _flag("JSON instead of Markdown")))
     add(demo, "precompute, train and predict with the embedded model and photographs",
         "demo", ("--out", dict(default="demo_out", help="folder; default demo_out")))
     return p
 
 # %% ../nbs/04_cli.ipynb #26ff30b2
-def torch_memory_error(): # without importing torch
+def torch_memory_error() -> type[Exception]:
+    "torch's error of a full GPU; torch is not imported for it."
     return sys.modules["torch"].OutOfMemoryError if "torch" in sys.modules else MemoryError
 
-def _stopped(command, why="interrupted", advice="finished work is kept") -> int: # exit code
+def _stopped(command:str, why:str="interrupted", advice:str="finished work is kept") -> int: # exit code
     "Says that the command was stopped, and what to do next."
     print(f"\nqie-nb {command}: stopped; {advice}", file=sys.stderr)
     return EXIT_CODES.get(why, EXIT_CODES["interrupted"])
 
 def main(
-    argv=None, # arguments, default the process's
+    argv:list[str]|None=None, # arguments, default the process's
 ) -> int: # exit code
     "A user's mistake prints one sentence and returns 2."
     argv = sys.argv[1:] if argv is None else argv
-    if not argv: return parser().print_help() or 0
+    if not argv:
+        parser().print_help()
+        return 0
     a = parser().parse_args(argv)
     try:
         if getattr(a, "out", None):
@@ -460,27 +519,38 @@ def main(
         return _stopped(a.command, *e.args[:2])
     except (ValueError, OSError, torch_memory_error()) as e: # OSError: a full disk, an unreadable file
         text = str(e)
-        if "Original Traceback" in text: text = text.strip().splitlines()[-1] # of a loader process
+        if "Original Traceback" in text:
+            text = text.strip().splitlines()[-1] # of a loader process
         print(f"qie-nb {a.command}: {' '.join(text.split())}", file=sys.stderr)
         return 2
 
 # %% ../nbs/04_cli.ipynb #a410f900
-def _train(job, notebook, commands):
+def _tell_nothing(*what:object):
+    "The notebook shows a panel instead of a bar."
+
+def _train(job:dict, notebook:Any, commands:"Commands"):
+    "`fit` in a started process."
     from qie_nb.core.display import Progress
     from qie_nb.logging import Reporter
     from qie_nb.trainer import QwenImageEditTrainer
     trainer = QwenImageEditTrainer(job["config"])
     trainer.report_to(Reporter(notebook, commands, job["panel"]) if notebook.rank == 0 else None)
     trainer.data.said = job["said"] # printed by the notebook
-    if job["panel"]: Progress.tell = lambda *what: None
+    if job["panel"]: Progress.tell = _tell_nothing
     trainer.fit()
     end_together(trainer)
 
-def _precompute(job, notebook):
+def _precompute(job:dict, notebook:Any):
+    "`cache_embeddings` in a started process."
     from qie_nb.core.display import Progress
     from qie_nb.trainer import QwenImageEditTrainer
-    Progress.tell = lambda what, n, total: notebook.send(progress=[what, n, total])
-    with redirect_stdout(io.StringIO()): report = QwenImageEditTrainer(job["config"]).cache_embeddings()
+
+    def tell(what:str, n:int, total:int):
+        "Tell the notebook how far a work is."
+        notebook.send(progress=[what, n, total])
+    Progress.tell = tell
+    with redirect_stdout(io.StringIO()):
+        report = QwenImageEditTrainer(job["config"]).cache_embeddings()
     notebook.send(report=vars(report))
 
 def started_process():
@@ -488,9 +558,11 @@ def started_process():
     from qie_nb.devices.processes import run_started
     from qie_nb.training.run_processes import Commands
     commands = Commands()
-    def work(job, notebook):
-        if job["task"] == "precompute": _precompute(job, notebook)
-        else: _train(job, notebook, commands)
+
+    def work(job:dict, notebook:Any):
+        "Do a job."
+        if job["task"] == "precompute": return _precompute(job, notebook)
+        _train(job, notebook, commands)
     run_started(work, commands.hear)
 
 # %% ../nbs/04_cli.ipynb #8ad99c90

@@ -14,16 +14,17 @@ if __name__ == "logging":
 
 import csv, io, json, math, os, time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 # %% ../nbs/03_logging.ipynb #5bc8a601
 import numpy as np
 import torch
-from fastcore.basics import patch
 from PIL import Image
 
 from .config import LoggingSection
@@ -36,125 +37,169 @@ from .evaluation.eval_images import COLUMNS as DRIFT
 from .evaluation.validation_loss import COLUMNS
 from .models.quantizations.known import held_bytes
 from .lora.formats import WEIGHT_NAME
-from .training.callbacks import Callback
+from .training.callbacks import Callback, RunState
 from .training.checkpoint import named_checkpoint
-from .training.run_processes import state_message, work_message
-from .training.sinks.base import SINKS
+from .training.run_processes import Commands, state_message, work_message
+from .training.sinks.base import SINKS, Sink
 from .training.sinks.event_files import EventFiles, escape_markdown
 from .training.sinks.tracker import Tracker, check_tracker
 from .training.stopping import logged
 from .widgets.training_panel import TrainingPanel, memory_gauges, memory_text, rows_up_to
 from .widgets.tensorboard import choose_view, plot_events, read_events, show_tensorboard
 
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 # %% ../nbs/03_logging.ipynb #5bc8a603
 class ProgressCallback(Callback):
     "Rate, time left and the last logged loss; a summary at the end."
-    bar = None
-    def on_train_begin(self, t):
+    bar: Progress|None = None
+
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Begin the bar."
         s = t.state
-        self.t0, self.start, self.away = time.time(), s.global_step, s.eval_seconds
+        self.t0 = time.time()
+        self.start = s.global_step
+        self.away = s.eval_seconds
         self.before = self.away
         self.bar = Progress(s.max_steps, "train", s.global_step)
-    def on_step_end(self, t):
-        loss, away = t.state.loss, t.state.eval_seconds
-        self.bar.t0, self.away = self.bar.t0 + away - self.away, away # the rate is that of training
+
+    def on_step_end(self, t:"QwenImageEditTrainer"):
+        "Move the bar on."
+        if self.bar is None: return # setup failed
+        loss = t.state.loss
+        away = t.state.eval_seconds
+        self.bar.t0 = self.bar.t0 + away - self.away
+        self.away = away # the rate is that of training
         self.bar.update(note=f"loss {float(loss):.4f}" if logged(t) and loss is not None else "")
-    def on_train_end(self, t):
+
+    def on_train_end(self, t:"QwenImageEditTrainer"):
+        "Print the summary."
         if self.bar is None: return # setup failed
         self.bar.close()
-        s, n, took = t.state, t.global_step - self.start, time.time() - self.t0
+        s = t.state
+        n = t.global_step - self.start
+        took = time.time() - self.t0
         if not n and s.stop == "done":
             return print(f"already at {t.global_step} of {s.max_steps} steps; raise `train.max_train_steps` "
                          "to train more")
         skipped = f"; {s.skipped} steps without a finite loss were skipped" if s.skipped else ""
         away = self.away - self.before
-        rate = f"{n / max(took - away, 1e-9):.2f} steps/s" + " without evaluations" * (away > 0)
+        rate = f"{n / max(took - away, 1e-9):.2f} steps/s"
+        if away > 0:
+            rate += " without evaluations"
         print(f"trained {n} steps in {short_time(took)} ({rate}), {t.global_step} in total: "
               f"{s.stop or 'stopped by an error'}{skipped}")
 
 # %% ../nbs/03_logging.ipynb #7e0a0006
-def row_of(t) -> dict: # the logged numbers of the last step; reading them waits for the device
+def row_of(t:"QwenImageEditTrainer") -> dict: # {column: number}
+    "The logged numbers of the last step; reading them waits for the device."
     s = t.state
     return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
                 skipped=s.skipped, **{k: float(v) for k, v in s.metrics.items()})
 
 ROW = ("time", "step", "epoch", "loss", "lr", "grad_norm", "skipped", *COLUMNS, "held_out_image_error", *DRIFT)
 
-def csv_line(cells:dict) -> str: # cells by column; missing ones stay empty
+def csv_line(
+    cells:dict, # by column; missing ones stay empty
+) -> str:
+    "A row of the CSV file."
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerow([cells.get(c, "") for c in ROW])
     return out.getvalue()
 
 # %% ../nbs/03_logging.ipynb #7e0a0001
-def number(text): # int, finite float, or None
+def number(text:str) -> int|float|None: # None: no finite number
+    "The number that a cell holds."
     if text.isdigit(): return int(text)
-    try: value = float(text)
-    except ValueError: return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
     return value if math.isfinite(value) else None
 
-def json_line(cells:dict) -> str:
+def json_line(
+    cells:dict, # by column; missing ones become null
+) -> str:
+    "A row of the JSONL file."
     return json.dumps({c: number(str(cells.get(c, ""))) for c in ROW}, allow_nan=False) + "\n"
 
 # %% ../nbs/03_logging.ipynb #7e0a0003
-def append(path, text:str): # complete lines
+def append(
+    path:str|Path,
+    text:str, # complete lines
+):
     "Append all of a text or nothing. Raises OSError."
     data = text.encode()
     with Path(path).open("ab", buffering=0) as f:
         at = f.tell()
         try:
             if f.write(data) != len(data): raise OSError(28, "no space left for a whole row")
-        except OSError: f.truncate(at); raise
+        except OSError:
+            f.truncate(at)
+            raise
 
-# %% ../nbs/03_logging.ipynb #7e0a0004
+# %% ../nbs/03_logging.ipynb #5e549f67
+def _csv_files(folder:Path) -> list[Path]:
+    "The logs in a folder, oldest first."
+    return sorted(folder.glob("training_*.csv"))
+
 class CSVCallback(Callback):
     "One row per logged step in `checkpoints/logs/training_<time>.csv` and `.jsonl`."
-    columns, path = ROW, None
+    columns = ROW
+    path: Path|None = None # of the CSV file, once a run has begun
 
-    def on_train_begin(self, t):
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Begin the files, or continue those of the run up to its step; another run's files get the ending `.old`."
         folder = t.checkpoint_root()/"logs"
         folder.mkdir(parents=True, exist_ok=True)
-        for p in folder.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed run
+        for p in folder.glob(".*.tmp"):
+            p.unlink(missing_ok=True) # of a killed run
         if not t.global_step:
             for p in (*folder.glob("training_*.csv"), *folder.glob("training_*.jsonl")):
                 p.rename(p.with_name(p.name + ".old"))
-        files = lambda folder: sorted(folder.glob("training_*.csv"))
-        here, from_ = files(folder), getattr(t, "resumed_from", None)
-        source = here or (files(from_.parent/"logs") if from_ and t.global_step else [])
+        here = _csv_files(folder)
+        source = here
+        resumed_from = getattr(t, "resumed_from", None)
+        if not here and resumed_from and t.global_step:
+            source = _csv_files(resumed_from.parent/"logs")
         rows = rows_up_to(source[-1], t.global_step) if source else []
         self.path = here[-1] if here else folder/f"training_{time.strftime('%Y%m%d_%H%M%S')}.csv"
         metrics = {k: repr(float(v)) for k, v in t.state.metrics.items()} # of an evaluation before any step
         if metrics and not rows:
             rows = [dict(time=round(time.time(), 3), step=t.global_step, epoch=t.state.epoch)]
-        if rows and int(rows[-1]["step"]) == t.global_step: rows[-1] |= metrics
+        if rows and int(rows[-1]["step"]) == t.global_step:
+            rows[-1] |= metrics
         write_atomic(self.path, "".join(map(csv_line, [dict(zip(ROW, ROW)), *rows])).encode())
         write_atomic(self.path.with_suffix(".jsonl"), "".join(map(json_line, rows)).encode())
-        self.at, self.waiting, self.printed = t.global_step, {".csv": "", ".jsonl": ""}, False
+        self.at = t.global_step
+        self.waiting = {".csv": "", ".jsonl": ""}
+        self.printed = False
 
-# %% ../nbs/03_logging.ipynb #5e549f67
-@patch
-def on_train_end(self:CSVCallback, t): # a callback before this one may have failed at the last step
-    if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step:
-        self.on_step_end(t)
+    def on_train_end(self, t:"QwenImageEditTrainer"): # a callback before this one may have failed at the last step
+        "Write the last step, if a callback before this one has failed at it."
+        if self.path and t.state.whole and t.state.loss is not None and self.at != t.global_step:
+            self.on_step_end(t)
 
-@patch
-def on_step_end(self:CSVCallback, t):
-    if not logged(t): return
-    self.at = t.global_step
-    cells = dict(time=round(time.time(), 3), **row_of(t))
-    self.waiting[".csv"] += csv_line(cells)
-    self.waiting[".jsonl"] += json_line(cells)
-    try:
-        for suffix in self.waiting:
-            append(self.path.with_suffix(suffix), self.waiting[suffix])
-            self.waiting[suffix] = ""
-    except OSError as e:
-        if not self.printed:
-            print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
-                  "keeps the rows in memory")
-        self.printed = True
+    def on_step_end(self, t:"QwenImageEditTrainer"):
+        "Write a row if the step is logged; rows that cannot be written wait for the next one."
+        if self.path is None or not logged(t): return
+        self.at = t.global_step
+        cells = dict(time=round(time.time(), 3), **row_of(t))
+        self.waiting[".csv"] += csv_line(cells)
+        self.waiting[".jsonl"] += json_line(cells)
+        try:
+            for suffix in self.waiting:
+                append(self.path.with_suffix(suffix), self.waiting[suffix])
+                self.waiting[suffix] = ""
+        except OSError as e:
+            if not self.printed:
+                print(f"the log {str(self.path)!r} cannot be written ({e.strerror}); the run continues and "
+                      "keeps the rows in memory")
+            self.printed = True
 
 # %% ../nbs/03_logging.ipynb #f0087150
-def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
+def module_gauges(t:"QwenImageEditTrainer") -> dict[str, float]: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 0.0, ...}
     "MB (1e6 bytes) of each component on each device."
     out = {f"{name}_MB_{_device_name(t.device)}": 0. for name in ("transformer", "vae", "text_encoder")}
     for name, part in t.components.loaded.items():
@@ -162,24 +207,32 @@ def module_gauges(t) -> dict: # {"transformer_MB_cuda0": 123.4, "vae_MB_cuda0": 
             out |= {f"{name}_MB_{s}": n / 1e6 for s, n in _bytes_by_device(part).items()}
     return out
 
-def _device_name(d): return str(d).replace(":", "")
+def _device_name(device:object) -> str:
+    "A device in a tag: cuda0."
+    return str(device).replace(":", "")
 
-_sizes = WeakKeyDictionary() # {component: (state, bytes per device)}; counting takes long
+_sizes: WeakKeyDictionary = WeakKeyDictionary() # {component: (state, bytes per device)}; counting takes long
 
 # %% ../nbs/03_logging.ipynb #f0087101
-def _bytes_by_device(part) -> dict:
+def _bytes_by_device(part:torch.nn.Module) -> dict[str, float]: # {device in a tag: bytes}
+    "The memory of a component, counted again if it was moved or has other adapters."
     state = (next((p.device for p in part.parameters()), None), len(getattr(part, "peft_config", ())))
     if part not in _sizes or _sizes[part][0] != state:
-        sizes = Counter()
-        for p in part.parameters(): sizes[_device_name(p.device)] += p.numel() * p.element_size()
+        sizes: Counter = Counter()
+        for p in part.parameters():
+            sizes[_device_name(p.device)] += p.numel() * p.element_size()
         real = held_bytes(part) / max(1, sum(sizes.values())) # quantized weights are smaller
-        _sizes[part] = state, {s: n * real for s, n in sizes.items()}
+        _sizes[part] = (state, {s: n * real for s, n in sizes.items()})
     return _sizes[part][1]
 
 # %% ../nbs/03_logging.ipynb #f0087102
-def image_grid(images, columns:int=4) -> np.ndarray: # uint8 [H, W, 3] of any sizes; at most so many columns
-    "Images in rows, unscaled, white between: uint8 [rows * tallest, columns * widest, 3]."
-    h, w = (max(im.shape[k] for im in images) for k in (0, 1))
+def image_grid(
+    images:Sequence[np.ndarray], # uint8 [H, W, 3] of any sizes
+    columns:int=4, # at most
+) -> np.ndarray: # uint8 [rows * tallest, columns * widest, 3]
+    "Images in rows, unscaled, white between."
+    h = max(im.shape[0] for im in images)
+    w = max(im.shape[1] for im in images)
     columns = min(columns, len(images))
     out = np.full((-(-len(images) // columns) * h, columns * w, 3), 255, np.uint8)
     for k, im in enumerate(images):
@@ -188,117 +241,152 @@ def image_grid(images, columns:int=4) -> np.ndarray: # uint8 [H, W, 3] of any si
     return out
 
 # %% ../nbs/03_logging.ipynb #f0087103
-def tagged(got:dict): # of `Batch.get_images_for_tensorboard`; yields (tag, uint8 [H, W, 3])
+def tagged(
+    got:dict, # of `Batch.get_images_for_tensorboard`
+) -> Iterator[tuple[str, np.ndarray]]: # (tag, uint8 [H, W, 3])
     "Each target, a grid of targets and a grid of controls; generated one at a time."
-    targets, controls = got["training_images"], got["control_images"]
-    for i, im in enumerate(targets): yield f"individual/training_image_{i}", im
-    if targets: yield "training/training_images", image_grid(targets)
+    targets = got["training_images"]
+    controls = got["control_images"]
+    for i, im in enumerate(targets):
+        yield f"individual/training_image_{i}", im
+    if targets:
+        yield "training/training_images", image_grid(targets)
     each = len(controls) // len(targets) if targets and len(controls) % len(targets) == 0 else 1
-    if controls: yield "training/control_images", image_grid(controls, each if each > 1 else 4)
+    if controls:
+        yield "training/control_images", image_grid(controls, each if each > 1 else 4)
 
 # %% ../nbs/03_logging.ipynb #f0087104
 OWN = "use qie_nb.data.loader to see them"
-def logged_images(batch, most:int) -> dict: # of any loader; samples; like `get_images_for_tensorboard`
+
+def _is_image(im:object) -> bool:
+    "Is it a uint8 array [H, W, 3]?"
+    return isinstance(im, np.ndarray) and im.dtype == np.uint8 and im.ndim == 3 and im.shape[2] == 3
+
+def logged_images(
+    batch:Any, # of any loader
+    most:int, # samples
+) -> dict: # like `Batch.get_images_for_tensorboard`
     "A batch's images. Raises ValueError with the remedy if there are none."
     fetch = getattr(batch, "get_images_for_tensorboard", None)
     no = "this loader's batches cannot fetch images"
     if fetch is None and isinstance(batch, Mapping) and isinstance(batch.get("image"), (list, tuple)):
         fetch = Batch(batch).get_images_for_tensorboard
     if fetch is None: raise ValueError(f"{no}; {OWN}")
-    try: got = fetch(most)
-    except Exception as e: raise ValueError(f"{no} ({type(e).__name__}: {e}); {OWN}") from None
-    fits = lambda im: getattr(im, "dtype", None) == np.uint8 and im.ndim == 3 and im.shape[2] == 3
-    if not all(map(fits, (*got["training_images"], *got["control_images"]))):
+    try:
+        got = fetch(most)
+    except Exception as e:
+        raise ValueError(f"{no} ({type(e).__name__}: {e}); {OWN}") from None
+    if not all(map(_is_image, (*got["training_images"], *got["control_images"]))):
         raise ValueError(f"this loader's images must be uint8 [H, W, 3]; convert them, or {OWN}")
     return got
 
-# %% ../nbs/03_logging.ipynb #3d00000d
+# %% ../nbs/03_logging.ipynb #3d000018
 class LogCallback(Callback):
     "Rows, gauges and images of a run, to every sink."
-    at = None # last step
-    def __init__(self, sinks): # `EventFiles`, `Tracker`s
-        self.sinks, self.printed, self.failures = list(sinks), set(), [0] * len(sinks)
+    at: int|None = None # last step
 
-    def on_train_begin(self, t):
-        self.failures, self.modules, self.captions, self.at = [0] * len(self.sinks), {}, {}, t.global_step
+    def __init__(self,
+        sinks:Sequence[Sink],
+    ):
+        self.sinks = list(sinks)
+        self.printed: set = set()
+        self.failures = [0] * len(sinks)
+
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Open the sinks."
+        self.failures = [0] * len(self.sinks)
+        self.modules: dict[str, float] = {}
+        self.captions: dict[str, str] = {}
+        self.at = t.global_step
         self.send("open", t)
         if t.state.eval_images is not None: # an evaluation that was repeated after a resume
             self.send("scalars", {k: float(v) for k, v in t.state.metrics.items()}, t.global_step)
             self.samples(t)
 
-    def on_step_end(self, t):
+    def on_step_end(self, t:"QwenImageEditTrainer"):
+        "Send what this step has: a row, an evaluation's images, the batch's images."
         c, self.at = t.config.logging, t.global_step
-        if logged(t): self.row(t)
-        if t.state.eval_images: self.samples(t)
-        if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0): self.images(t)
+        if logged(t):
+            self.row(t)
+        if t.state.eval_images:
+            self.samples(t)
+        if c.log_images and (t.global_step == 1 or t.global_step % c.log_images_every == 0):
+            self.images(t)
 
-    def on_train_end(self, t):
+    def on_train_end(self, t:"QwenImageEditTrainer"):
+        "Send the last step, if that has failed, and close the sinks."
         if self.at is None: return
-        if t.state.whole and t.state.loss is not None and self.at != t.global_step: self.on_step_end(t)
+        if t.state.whole and t.state.loss is not None and self.at != t.global_step:
+            self.on_step_end(t)
         self.send("close")
 
-# %% ../nbs/03_logging.ipynb #3d000014
-@patch
-def say(self:LogCallback, text): # once
-    if text not in self.printed:
-        self.printed.add(text); print(text)
+    def say(self, text:str): # once
+        "Print a message that was not printed yet."
+        if text not in self.printed:
+            self.printed.add(text)
+            print(text)
 
-# %% ../nbs/03_logging.ipynb #3d000015
-@patch
-def send(self:LogCallback, method, *a):
-    for k, s in enumerate(self.sinks):
-        if self.failures[k] >= 5: continue
-        try: getattr(s, method)(*a)
-        except Exception as e:
-            self.failures[k] = 5 if method == "open" else self.failures[k] + 1
-            why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
-            if k not in self.printed:
-                print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in "
-                      "checkpoints/logs")
-            self.printed.add(k)
-        else: self.failures[k] = 0
+    def send(self, method:str, *a:object):
+        "Call a method of each sink; one that fails five times in a row, or at the start, is left out."
+        for k, s in enumerate(self.sinks):
+            if self.failures[k] >= 5: continue
+            try:
+                getattr(s, method)(*a)
+            except Exception as e:
+                self.failures[k] = 5 if method == "open" else self.failures[k] + 1
+                why = " ".join(str(e.with_traceback(None)).split())[:200] or type(e).__name__
+                if k not in self.printed:
+                    print(f"{s.name} cannot be written ({why}); the run continues, and its rows are in "
+                          "checkpoints/logs")
+                self.printed.add(k)
+            else:
+                self.failures[k] = 0
 
-# %% ../nbs/03_logging.ipynb #3d000016
-@patch
-def row(self:LogCallback, t):
-    values, modules = row_of(t), module_gauges(t)
-    step = values.pop("step")
-    values |= {f"gpu_memory/{k}": v for k, v in memory_gauges(t.device).items()}
-    modules = dict.fromkeys(self.modules, 0.) | modules # unloaded components count 0
-    values |= {f"gpu_modules/{k}": v for k, v in modules.items() if self.modules.get(k) != v}
-    self.modules = modules
-    self.send("scalars", values, step)
+    def row(self, t:"QwenImageEditTrainer"):
+        "Send the numbers of the step and the memory of GPU and components."
+        values, modules = row_of(t), module_gauges(t)
+        step = values.pop("step")
+        values |= {f"gpu_memory/{k}": v for k, v in memory_gauges(t.device).items()}
+        modules = dict.fromkeys(self.modules, 0.) | modules # unloaded components count 0
+        values |= {f"gpu_modules/{k}": v for k, v in modules.items() if self.modules.get(k) != v}
+        self.modules = modules
+        self.send("scalars", values, step)
 
-# %% ../nbs/03_logging.ipynb #3d000017
-@patch
-def images(self:LogCallback, t):
-    try: got = logged_images(t.batch, t.config.logging.log_images_count)
-    except ValueError as e: return self.say(str(e))
-    for problem in got["problems"]:
-        reported = sum(str(text).startswith("image left out") for text in self.printed)
-        self.say(f"image left out: {problem}" if reported < 3
-                 else "more images cannot be read; they are left out without a message")
-    for tag, image in tagged(got): self.send("image", tag, image, t.global_step)
+    def images(self, t:"QwenImageEditTrainer"):
+        "Send the images of the last batch."
+        try:
+            got = logged_images(t.batch, t.config.logging.log_images_count)
+        except ValueError as e:
+            return self.say(str(e))
+        for problem in got["problems"]:
+            reported = sum(str(text).startswith("image left out") for text in self.printed)
+            self.say(f"image left out: {problem}" if reported < 3
+                     else "more images cannot be read; they are left out without a message")
+        for tag, image in tagged(got):
+            self.send("image", tag, image, t.global_step)
 
-# %% ../nbs/03_logging.ipynb #3d000018
-@patch
-def samples(self:LogCallback, t):
-    "The edits of an evaluation, between before and after if known; each caption once."
-    for s in t.state.eval_images:
-        try: edit = np.asarray(Image.open(s.file).convert("RGB"))
-        except OSError as e: self.say(f"image left out: {s.file} ({e.strerror or e})"); continue
-        tag, text = f"samples/{s.name}", s.caption
-        if s.shown:
-            names = "before, edit, after" if s.shown[1:] else "before, edit"
-            edit, text = image_grid([s.shown[0], edit, *s.shown[1:]]), f"{names}: {text}"
-        self.send("image", tag, edit, t.global_step)
-        if self.captions.get(tag) != text: self.send("text", tag, text, t.global_step)
-        self.captions[tag] = text
+    def samples(self, t:"QwenImageEditTrainer"):
+        "The edits of an evaluation, between before and after if known; each caption once."
+        for s in t.state.eval_images or ():
+            try:
+                edit = np.asarray(Image.open(s.file).convert("RGB"))
+            except OSError as e:
+                self.say(f"image left out: {s.file} ({e.strerror or e})")
+                continue
+            tag, text = f"samples/{s.name}", s.caption
+            if s.shown:
+                names = "before, edit, after" if s.shown[1:] else "before, edit"
+                edit = image_grid([s.shown[0], edit, *s.shown[1:]])
+                text = f"{names}: {text}"
+            self.send("image", tag, edit, t.global_step)
+            if self.captions.get(tag) != text:
+                self.send("text", tag, text, t.global_step)
+            self.captions[tag] = text
 
 # %% ../nbs/03_logging.ipynb #228a2d36
 def check_log(
     name:str, # one of `logging.report_to`
-    log_dir:str,
+    log_dir:str, # `logging.log_dir`
 ):
     "Raise ValueError if this log cannot work; writes nothing."
     if name in SINKS:
@@ -392,6 +480,7 @@ class RunSummary(Display):
         self.rows = {what: text for what, text in rows.items() if text} | dict(next=then)
 
     def data(self) -> dict:
+        "The lines, and the paths of the files, as plain data."
         return self.rows | dict(files={what: str(path) for what, path in self.files.items()})
 
     def __repr__(self):
@@ -400,6 +489,7 @@ class RunSummary(Display):
         return "\n".join(f"{what}: {text}" for what, text in lines)
 
     def html(self) -> str:
+        "The table as a notebook shows it."
         *rows, then = self.rows.items()
         links = [f"{escape(what)}: {link_to(path)}" for what, path in self.files.items()]
         return f"<div>{table_html(rows)}<div>{'<br>'.join(links)}</div>{table_html([then])}</div>"
@@ -407,12 +497,16 @@ class RunSummary(Display):
 # %% ../nbs/03_logging.ipynb #a4630567
 class SummaryCallback(Callback):
     "Shows the summary when everything else of a run has ended."
-    began = None
-    def on_train_begin(self, t):
+    began: float|None = None
+
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Start the clock."
         self.began, self.start = time.time(), t.global_step
 
-    def on_train_end(self, t):
-        steps = t.global_step - self.start if self.began else 0
+    def on_train_end(self, t:"QwenImageEditTrainer"):
+        "Show the summary, unless the run took no step or ended with an error."
+        if self.began is None: return
+        steps = t.global_step - self.start
         if not steps or not t.state.is_main or not t.state.stop: return # an error is shown instead
         summary = RunSummary(t, steps, time.time() - self.began)
         if kernel() is None:
@@ -423,31 +517,56 @@ class SummaryCallback(Callback):
 # %% ../nbs/03_logging.ipynb #228a2d02
 class OpenPanel(Callback):
     "Shows the panel before an evaluation that comes before the first step."
-    def __init__(self, logs): self.panels = [c for c in logs if c.opens_early]
-    def on_train_begin(self, t):
-        for p in self.panels: p.on_train_begin(t)
+    def __init__(self, logs:list[Callback]):
+        self.panels = [c for c in logs if c.opens_early]
+
+    def on_train_begin(self, t:"QwenImageEditTrainer"):
+        "Open the panels."
+        for p in self.panels:
+            p.on_train_begin(t)
 
 # %% ../nbs/03_logging.ipynb #72188b8d
 class Reporter(Callback):
     "Tells the notebook how far the run is."
     opens_early = True # before an evaluation that comes before the first step
-    def __init__(self, notebook, commands, panel:bool): # panel: does the notebook show one?
-        self.notebook, self.commands, self.panel, self.told = notebook, commands, panel, 0.
-    def send(self, what, t):
+
+    def __init__(self,
+        notebook:Any, # the connection to it
+        commands:Commands,
+        panel:bool, # does the notebook show one?
+    ):
+        self.notebook = notebook
+        self.commands = commands
+        self.panel = panel
+        self.told = 0.
+
+    def send(self, what:str, t:"QwenImageEditTrainer"):
+        "Tell an event, with the state that the notebook shows."
         memory = dict(memory=memory_text(t.device)) if self.panel else {}
         self.notebook.send(event=what, state=state_message(t), **memory)
-    def on_train_begin(self, t): # may be called twice, before and after a first evaluation
+
+    def on_train_begin(self, t:"QwenImageEditTrainer"): # may be called twice, before and after a first evaluation
+        "Tell that the run begins; it may be called twice, before and after a first evaluation."
         self.commands.follow(t.state)
         self.send("on_train_begin", t)
-        if self.panel: t.state.poll = lambda: self.evaluating(t.state)
-    def on_step_end(self, t): self.send("on_step_end", t)
-    def on_train_end(self, t): self.send("on_train_end", t)
-    def evaluating(self, s):
+        if self.panel:
+            t.state.poll = partial(self.evaluating, t.state)
+
+    def on_step_end(self, t:"QwenImageEditTrainer"):
+        "Tell the step."
+        self.send("on_step_end", t)
+
+    def on_train_end(self, t:"QwenImageEditTrainer"):
+        "Tell the end."
+        self.send("on_train_end", t)
+
+    def evaluating(self, s:RunState):
+        "Tell how far an evaluation is, at most twice a second."
         if time.time() - self.told < 0.5: return
         self.told = time.time()
         self.notebook.send(work=work_message(s), eval_seconds=s.eval_seconds)
 
-def panel_of(logging:LoggingSection) -> TrainingPanel: # None: then the first of several processes prints
+def panel_of(logging:LoggingSection) -> TrainingPanel|None: # None: then the first of several processes prints
     "The panel of a run that other processes train."
     shown = progress_callback(logging)
     return shown if isinstance(shown, TrainingPanel) else None

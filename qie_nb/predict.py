@@ -6,22 +6,23 @@
 __all__ = ['edit', 'Predictor', 'grid', 'sheet_font', 'sheet_row', 'image_sheet']
 
 # %% ../nbs/02_predict.ipynb #e206d77d
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from fastcore.basics import patch
 from PIL import Image, ImageDraw, ImageFont
 
 from .config import PredictSection
 from .data.images import Geometry, figure
 from .devices.edit_model import quantize_loaded
 from .devices.placement import (
-    PARTS, device_name, place_component, restore_training_placement, temporarily_load)
+    PARTS, Placement, device_name, place_component, restore_training_placement as put_back, temporarily_load)
 from .encoding.encoder import Encoder
 from .models.quantizations.known import parse_quantization
 from .planning.facts import this_machine_facts
@@ -32,239 +33,298 @@ from qie_nb.sampling.edits import (
 from .sampling.denoising import denoise, output_size, pick_schedule, sampling_schedule, start_noise
 from .sampling.denoising import EditProgress, EditedImages, edited_image
 
+if TYPE_CHECKING:
+    from qie_nb.config import ModelSection
+    from qie_nb.devices.edit_model import EditModel
+    from qie_nb.training.callbacks import RunState
+    from qie_nb.training.run_adapters import RunAdapters
+    from qie_nb.training.run_data import RunData
+
 # %% ../nbs/02_predict.ipynb #bfa3b35e
 def edit(
     encoder:Encoder,
-    transformer,
-    images, # control image or list of them: path, PIL image or uint8 array
+    transformer:torch.nn.Module,
+    images:object, # control image or list of them: path, PIL image or uint8 array
     prompt:str, negative_prompt:str="", num_inference_steps:int=20, true_cfg_scale:float=4.0,
     height:int|None=None, width:int|None=None,
     area:int|None=None, # pixels if no size is given; default the control area
     geometry:Geometry|None=None, # of the control images; default the model's own
-    seed:int=0, generator=None, on_step=None,
+    seed:int=0, # of the noise
+    generator:torch.Generator|None=None, # instead of the seed
+    on_step:Callable|None=None, # called with (step, steps, latents)
 ) -> np.ndarray: # uint8 [H, W, 3]
     "Edit an image as the diffusers pipelines do; arguments as in `Predictor.predict`."
     geometry = geometry or Geometry(**encoder.components.areas)
     edits = make_edits(encoder.components, geometry, images, prompt, negative_prompt, height, width, seed,
                        generator, area)
-    at = lambda name: transformer if name == "transformer" else encoder.place(name)
+
+    def at(name:str) -> torch.nn.Module:
+        "A component where it computes."
+        return transformer if name == "transformer" else encoder.place(name)
     out = run_edits(encoder, at, edits, geometry, num_inference_steps, true_cfg_scale, on_step=on_step)
     return edited_image(out[0])
 
-# %% ../nbs/02_predict.ipynb #4db80901
+# %% ../nbs/02_predict.ipynb #b32b5401
+def _converter(output_type:str) -> Callable: # function of (arrays, are several wanted?)
+    "What makes the result of `predict` from arrays."
+    if output_type not in ("np", "pil"):
+        raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
+    one = Image.fromarray if output_type == "pil" else edited_image
+
+    def convert(out:list, several:bool) -> object:
+        "All edits, or the only one."
+        return EditedImages(map(one, out)) if several else one(out[0])
+    return convert
+
+# %% ../nbs/02_predict.ipynb #1b1cc869
 class Predictor:
     "Edits images; components are placed by `predict.devices`, `predict.offload` and free memory."
     def __init__(self,
-        components, # `EditModel`
+        components:"EditModel",
         config:PredictSection|None=None,
-        geometry=None, # function that returns the `Geometry`; default the model's own sizes
-        adapters=None, # `RunAdapters`
-        data=None, # `RunData`, for `predict_cached`
-        state=None, # `RunState` of a training run
-        device="cpu", # the main device
+        geometry:Callable[[], Geometry]|None=None, # default the model's own sizes
+        adapters:"RunAdapters|None"=None,
+        data:"RunData|None"=None, # for `predict_cached`
+        state:"RunState|None"=None, # of a training run
+        device:torch.device|str="cpu", # the main one
     ):
-        self.components, self.adapters, self.data = components, adapters, data
+        self.components = components
+        self.adapters = adapters
+        self.data = data
         self.config = config or PredictSection()
-        self.geometry = geometry or (lambda: Geometry(**components.areas))
-        self.state = state or SimpleNamespace(running=False, optimizer=None, processes=1)
+        self.geometry = geometry or self._own_geometry
+        self.state: Any = state or SimpleNamespace(running=False, optimizer=None, processes=1)
         self.device = torch.device(device)
         wanted = self.config.devices.model_dump()
         self.chosen = choose_part_devices(wanted, this_machine_facts(), str(self.device)) # {component: `Choice`}
         self.devices = {part: torch.device(choice.checked()) for part, choice in self.chosen.items()}
-        self.placement = self.encoder = None # `Placement` and `Encoder` of the last plan
-        self.predicted = () # of the last call, for each edit: size, why, sizes of the controls, seed
+        self.placement: Placement|None = None # the last plan
+        self.encoder: Encoder|None = None # as planned
+        self.predicted: list[dict] = [] # of the last call, for each edit: size, why, sizes of the controls, seed
+
+    def _own_geometry(self) -> Geometry:
+        "The model's own image sizes."
+        return Geometry(**self.components.areas)
 
     @property
-    def model_settings(self): return self.adapters.config.model if self.adapters is not None else None # of the run
+    def model_settings(self) -> "ModelSection|None":
+        "The run's section `model`; None without a run."
+        return self.adapters.config.model if self.adapters is not None else None
 
-    def quantize_model(self, model, device):
+    def quantize_model(self, model:torch.nn.Module, device:torch.device) -> torch.nn.Module:
+        "Quantize a transformer as it is set, on its device."
         return quantize_loaded(model, self.components.quantize.get("transformer"), device)
 
     def setup(self):
         "Print where each component computes, and load what stays."
-        if self.adapters is not None: self.adapters.load_configured()
-        print(self.plan())
+        if self.adapters is not None:
+            self.adapters.load_configured()
+        placement = self.plan()
+        print(placement)
         for name in PARTS:
-            if self.placement[name].how == "stay": self.at(name)
-        for name in (self.components.variant.processor, "scheduler"): self.components.get(name)
+            if placement[name].how == "stay":
+                self.at(name)
+        for name in (self.components.variant.processor, "scheduler"):
+            self.components.get(name)
 
-# %% ../nbs/02_predict.ipynb #6d1d18d3
-@patch
-def plan(self:Predictor): # `Placement`
-    "Decide where each component computes."
-    parts, s = self.components, self.state
-    model = self.model_settings
-    table = parts.table_waits or model is not None and model.modulation_table is True
-    wanted = {part: device_name(self.devices[part]) for part, choice in self.chosen.items() if choice.asked}
-    facts = prediction_facts(
-        parts, self.device, wanted, self.geometry().control_area,
-        table, model is not None and model.text_encoder_offload,
-        s.running, s.optimizer is not None, s.processes == 1)
-    self.placement = choose_placement(self.config.offload, facts)
-    self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
-    self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
-    return self.placement
+    def plan(self) -> Placement:
+        "Decide where each component computes."
+        parts, s = self.components, self.state
+        model = self.model_settings
+        table = parts.table_waits or model is not None and model.modulation_table is True
+        wanted = {part: device_name(self.devices[part]) for part, choice in self.chosen.items() if choice.asked}
+        facts = prediction_facts(
+            parts, str(self.device), wanted, self.geometry().control_area,
+            table, model is not None and model.text_encoder_offload,
+            s.running, s.optimizer is not None, s.processes == 1)
+        self.placement = choose_placement(self.config.offload, facts)
+        self.devices = {n: torch.device(p.device) for n, p in self.placement.items()}
+        self.encoder = Encoder(parts, None, self.devices["vae"], self.devices["text_encoder"], False, False)
+        return self.placement
 
-# %% ../nbs/02_predict.ipynb #35be8a6a
-@patch
-def at(self:Predictor, name:str) -> torch.nn.Module: # in eval mode
-    "A component on its planned device."
-    return place_component(self.components, self.placement, name,
-                           self._load_transformer if name == "transformer" else lambda: None)
+    def at(self, name:str) -> torch.nn.Module: # in eval mode
+        "A component on its planned device."
+        load = self._load_transformer if name == "transformer" else self._load_nothing
+        return place_component(self.components, self._planned(), name, load)
 
-# %% ../nbs/02_predict.ipynb #35be8a01
-@patch
-def _load_transformer(self:Predictor):
-    "Quantizes it, too, if `quantize` was set after it was loaded."
-    parts, device = self.components, torch.device(self.placement["transformer"].device)
-    if "transformer" not in parts.loaded: parts.set_device("transformer", device)
-    parts.get("transformer")
-    parts.quantize_late(device)
+    def _planned(self) -> Placement:
+        "The last plan, or the first one."
+        return self.placement or self.plan()
 
-# %% ../nbs/02_predict.ipynb #35be8a02
-@patch
-@contextmanager
-def predicting(self:Predictor):
-    "Move components by the plan; restore the transformer's mode and a training run's components."
-    parts, running = self.components, self.state.running
-    training = "transformer" in parts.loaded and parts.loaded["transformer"].training
-    if (running or self.encoder is None) and self.plan().moves: print(self.placement)
-    moved = temporarily_load(parts, *PARTS) if running else nullcontext()
-    with moved, self._saved_weights():
-        try: yield
-        finally:
-            if "transformer" in parts.loaded: parts.loaded["transformer"].train(training)
-    if running: self.encoder = None # the next prediction may have less memory
+    def _load_nothing(self):
+        "Encoders are loaded by their own placement."
 
-@patch
-def _saved_weights(self:Predictor): # a context
-    "Context with the weights that `save_lora` writes: the running mean, if there is one."
-    if self.adapters is None: return nullcontext()
-    self.components.finish_postponed()
-    if self.adapters.ema is None or "default" not in self.adapters.active(): return nullcontext()
-    self.state.warn_once("predict uses the running mean of the adapter (`train.ema_decay`), as save_lora writes it")
-    return self.adapters.ema_weights()
+    def _load_transformer(self):
+        "Quantizes it, too, if `quantize` was set after it was loaded."
+        parts = self.components
+        device = torch.device(self._planned()["transformer"].device)
+        if "transformer" not in parts.loaded:
+            parts.set_device("transformer", device)
+        parts.get("transformer")
+        parts.quantize_late(device)
 
-# %% ../nbs/02_predict.ipynb #35be8a03
-@patch
-def restore_training_placement(self:Predictor):
-    if self.placement is not None: restore_training_placement(self.components, self.device)
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        "Move components by the plan; restore the transformer's mode and a training run's components."
+        parts, running = self.components, self.state.running
+        training = "transformer" in parts.loaded and parts.loaded["transformer"].training
+        if (running or self.encoder is None) and self.plan().moves:
+            print(self.placement)
+        moved = temporarily_load(parts, *PARTS) if running else nullcontext()
+        with moved, self._saved_weights():
+            try:
+                yield
+            finally:
+                if "transformer" in parts.loaded:
+                    parts.loaded["transformer"].train(training)
+        if running:
+            self.encoder = None # the next prediction may have less memory
 
-# %% ../nbs/02_predict.ipynb #b32b548b
-@patch
-def _sampling(self:Predictor, schedule, steps, true_cfg_scale, overrides):
-    if self.adapters is not None:
-        self.adapters.load_configured()
-        steps, true_cfg_scale, own = self.adapters.sampling(schedule, steps, true_cfg_scale)
-    else:
-        s, _ = pick_schedule(schedule or self.config.schedule, [])
-        steps, own = s.steps if steps is None else steps, s.scheduler
-        true_cfg_scale = s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
-    return steps, true_cfg_scale, {**own, **(overrides or {})}
+    def _saved_weights(self) -> AbstractContextManager:
+        "Context with the weights that `save_lora` writes: the running mean, if there is one."
+        if self.adapters is None: return nullcontext()
+        self.components.finish_postponed()
+        if self.adapters.ema is None or "default" not in self.adapters.active(): return nullcontext()
+        self.state.warn_once("predict uses the running mean of the adapter (`train.ema_decay`), as save_lora writes it")
+        return self.adapters.ema_weights()
 
-# %% ../nbs/02_predict.ipynb #b32b5401
-def _converter(output_type): # function of (arrays, are several wanted?)
-    if output_type not in ("np", "pil"):
-        raise ValueError(f"`output_type` must be np (a uint8 array) or pil, got {output_type!r}")
-    one = Image.fromarray if output_type == "pil" else edited_image
-    return lambda out, several: EditedImages(map(one, out)) if several else one(out[0])
+    def restore_training_placement(self):
+        "Put components back where training has them, if a prediction has moved them."
+        if self.placement is not None:
+            put_back(self.components, self.device)
 
-@patch
-def _progress(self:Predictor, edits, steps, show, preview, every):
-    sizes = ", ".join(f"{w}x{h}" for w, h in dict.fromkeys(e.size for e in edits))
-    what = f"{len(edits)} edits at {sizes}" if len(edits) > 1 else f"edit at {sizes}"
-    return EditProgress(steps * len(edits), what, show, preview, every,
-                        lambda: self.components.loaded.get("vae"), self.components.variant)
+    def _sampling(self,
+        schedule:str|dict|None,
+        steps:int|None,
+        true_cfg_scale:float|None,
+        overrides:dict|None,
+    ) -> tuple[int, float, dict]: # (steps, guidance, changes of the scheduler's config)
+        "How to sample: as asked, else as the adapters need it."
+        if self.adapters is not None:
+            self.adapters.load_configured()
+            steps, true_cfg_scale, own = self.adapters.sampling(schedule, steps, true_cfg_scale)
+        else:
+            s, _ = pick_schedule(schedule or self.config.schedule, [])
+            steps = s.steps if steps is None else steps
+            own = s.scheduler
+            true_cfg_scale = s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale
+        return steps, true_cfg_scale, {**own, **(overrides or {})}
 
-# %% ../nbs/02_predict.ipynb #b32b5402
-@patch
-def predict(self:Predictor,
-    prompt_image, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each;
-    # None: text-to-image, as QwenImagePipeline
-    prompt, # the instruction, or a list of them: several edits that share their encoding
-    negative_prompt="", # "" is encoded as " "; may be a list, as `seed` and `generator`
-    num_inference_steps:int|None=None, # default 20, or the schedule's
-    true_cfg_scale:float|None=None, # 1: no guidance, half the work; default 4, or the schedule's
-    height:int|None=None, width:int|None=None, # pixels; default from the first image's aspect
-    seed=0, generator=None, # of the noise; a torch.Generator replaces the seed
-    on_step=None, # called with (step, steps, latents)
-    output_type:str="np", # or pil
-    preview=None, # show the image: True, a number of steps, or a function of (step, steps, uint8 image)
-    preview_every:int=4, # steps between previews
-    progress:bool=True, # show a bar (interactive) or lines (batch runs)?
-    scheduler_overrides:dict|None=None, # changes of its config; they win over the schedule's
-    schedule=None, # none, lightning, or a dict; default `predict.schedule`: what the adapters need
-): # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
-    "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
-    how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, geometry = _converter(output_type), replace(self.geometry(), crop=False)
-    edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
-                       generator)
-    most = max(len(e.images) for e in edits)
-    note = self.components.variant.images_note(most)
-    if note:
-        print(note)
-    check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how,
-                   self.components.variant)
-    lone = sum(not e.images for e in edits)
-    several = f" for {lone} of {len(edits)} edits" * (lone < len(edits))
-    if lone: print(f"no image is given{several}: text-to-image, from the prompt alone")
-    watch = self._progress(edits, how[0], progress, preview, preview_every)
-    with self.predicting():
-        out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
-    shape = lambda e: "the first image's aspect at" if e.images else "a square of"
-    why = lambda e: "as asked" if height and width else f"{shape(e)} {geometry.control_area} pixels"
-    sizes = [[geometry.control(p.size) for p in e.images] for e in edits]
-    self.predicted = [dict(size=e.size, why=why(e), controls=c, seed=e.seed) for e, c in zip(edits, sizes)]
-    return convert(out, isinstance(prompt, (list, tuple)))
+    def _progress(self, edits:Sequence, steps:int, show:bool, preview:object, every:int) -> EditProgress:
+        "The bar and the previews of some edits."
+        different = dict.fromkeys(e.size for e in edits)
+        sizes = ", ".join(f"{w}x{h}" for w, h in different)
+        what = f"{len(edits)} edits at {sizes}" if len(edits) > 1 else f"edit at {sizes}"
+        return EditProgress(steps * len(edits), what, show, preview, every,
+                            lambda: self.components.loaded.get("vae"), self.components.variant)
 
-# %% ../nbs/02_predict.ipynb #1b1cc869
-@patch
-def predict_cached(self:Predictor,
-    i, # sample's number, or a list of them
-    data=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-    num_inference_steps:int|None=None, true_cfg_scale:float|None=None, seed=0, on_step=None, output_type:str="np",
-    preview=None, preview_every:int=4, progress:bool=True, scheduler_overrides:dict|None=None, schedule=None,
-): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
-    "Edit cached samples with their own prompts and the cached empty one."
-    how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
-    convert, scheduler = _converter(output_type), self.components.get("scheduler")
-    several = isinstance(i, (list, tuple))
-    indices = list(i) if several else [i]
-    dataset, seeds = cached_data(self.data, data), seeds_of(seed, len(indices))
-    with self.predicting():
-        edits, encoded = zip(*cached_edits(self.data, dataset, indices, how[1], seeds))
-        check_sampling(scheduler, edits, factor_of(self.components), *how, self.components.variant)
+    def predict(self,
+        prompt_image:object, # path, PIL image, uint8 array [H, W, 3] or a list; for several prompts one for all or each;
+        # None: text-to-image, as QwenImagePipeline
+        prompt:str|list, # the instruction, or a list of them: several edits that share their encoding
+        negative_prompt:str|list="", # "" is encoded as " "; may be a list, as `seed` and `generator`
+        num_inference_steps:int|None=None, # default 20, or the schedule's
+        true_cfg_scale:float|None=None, # 1: no guidance, half the work; default 4, or the schedule's
+        height:int|None=None, # pixels; default from the first image's aspect
+        width:int|None=None, # the same
+        seed:int|list=0, # of the noise
+        generator:torch.Generator|list|None=None, # instead of the seed
+        on_step:Callable|None=None, # called with (step, steps, latents)
+        output_type:str="np", # or pil
+        preview:bool|int|Callable|None=None, # show the image: True, a number of steps, or a function of (step, steps, uint8 image)
+        preview_every:int=4, # steps between previews
+        progress:bool=True, # show a bar (interactive) or lines (batch runs)?
+        scheduler_overrides:dict|None=None, # changes of its config; they win over the schedule's
+        schedule:str|dict|None=None, # none, lightning, or a dict; default `predict.schedule`: what the adapters need
+    ) -> Any: # uint8 [H, W, 3] or PIL image; a list of them for a list of prompts
+        "Edit an image: the diffusers pipeline's result for the same size, seed and adapter."
+        how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+        convert = _converter(output_type)
+        geometry = replace(self.geometry(), crop=False)
+        edits = make_edits(self.components, geometry, prompt_image, prompt, negative_prompt, height, width, seed,
+                           generator)
+        most = max(len(e.images) for e in edits)
+        note = self.components.variant.images_note(most)
+        if note:
+            print(note)
+        check_sampling(self.components.get("scheduler"), edits, factor_of(self.components), *how,
+                       self.components.variant)
+        lone = sum(not e.images for e in edits)
+        if lone:
+            several = f" for {lone} of {len(edits)} edits" if lone < len(edits) else ""
+            print(f"no image is given{several}: text-to-image, from the prompt alone")
         watch = self._progress(edits, how[0], progress, preview, preview_every)
-        out = run_encoded(self.at, scheduler, encoded, edits, *how, self.components.dtype, on_step, watch,
-                          self.encoder.vae_2d, self.components.variant)
-    self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed)
-                      for e, k in zip(edits, indices)]
-    return convert(out, several)
+        with self.predicting():
+            out = run_edits(self.encoder, self.at, edits, geometry, *how, self.components.dtype, on_step, watch)
+        self.predicted = []
+        for e in edits:
+            why = "as asked"
+            if not (height and width):
+                shape = "the first image's aspect at" if e.images else "a square of"
+                why = f"{shape} {geometry.control_area} pixels"
+            controls = [geometry.control(image.size) for image in e.images]
+            self.predicted.append(dict(size=e.size, why=why, controls=controls, seed=e.seed))
+        return convert(out, isinstance(prompt, (list, tuple)))
+
+    def predict_cached(self,
+        i:int|list, # sample's number, or a list of them
+        data:Any=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
+        num_inference_steps:int|None=None, # these are arguments of `predict`
+        true_cfg_scale:float|None=None,
+        seed:int|list=0,
+        on_step:Callable|None=None,
+        output_type:str="np",
+        preview:bool|int|Callable|None=None,
+        preview_every:int=4,
+        progress:bool=True,
+        scheduler_overrides:dict|None=None,
+        schedule:str|dict|None=None,
+    ) -> Any: # as in `predict`, at the size of the sample's target; a list of them for a list of samples
+        "Edit cached samples with their own prompts and the cached empty one."
+        how = self._sampling(schedule, num_inference_steps, true_cfg_scale, scheduler_overrides)
+        convert = _converter(output_type)
+        scheduler = self.components.get("scheduler")
+        several = isinstance(i, (list, tuple))
+        indices = list(i) if isinstance(i, (list, tuple)) else [i]
+        dataset = cached_data(self.data, data)
+        seeds = seeds_of(seed, len(indices))
+        with self.predicting():
+            edits, encoded = zip(*cached_edits(self.data, dataset, indices, how[1], seeds))
+            check_sampling(scheduler, edits, factor_of(self.components), *how, self.components.variant)
+            watch = self._progress(edits, how[0], progress, preview, preview_every)
+            vae_2d = self.encoder is not None and self.encoder.vae_2d
+            out = run_encoded(self.at, scheduler, encoded, edits, *how, self.components.dtype, on_step, watch,
+                              vae_2d, self.components.variant)
+        self.predicted = [dict(size=e.size, why="the target's", sample=dataset.samples[k].id, seed=e.seed)
+                          for e, k in zip(edits, indices)]
+        return convert(out, several)
 
 # %% ../nbs/02_predict.ipynb #8a20438c
 def grid(
-    rows, # lists of uint8 arrays or PIL images
-    titles=(), # of the columns
+    rows:Sequence, # lists of uint8 arrays or PIL images
+    titles:Sequence[str]=(), # of the columns
     scale:float=1.6, # inches per cell
-): # matplotlib Figure
+) -> Any: # matplotlib Figure
     "Images in rows and columns."
-    rows = [[np.asarray(c) for c in r] for r in rows]
+    rows = [list(map(np.asarray, row)) for row in rows]
     tall = sum(r[0].shape[0] / r[0].shape[1] for r in rows)
     fig = figure(figsize=(scale * max(map(len, rows)), scale * tall + 0.4), layout="constrained")
     axes = fig.subplots(len(rows), max(map(len, rows)), squeeze=False)
     for axs, row in zip(axes, rows):
-        for a in axs: a.axis("off")
-        for a, im in zip(axs, row): a.imshow(im, interpolation="nearest" if im.shape[0] < 64 else "bilinear")
-    for a, t in zip(axes[0], titles): a.set_title(t, fontsize=9)
+        for a in axs:
+            a.axis("off")
+        for a, im in zip(axs, row):
+            a.imshow(im, interpolation="nearest" if im.shape[0] < 64 else "bilinear")
+    for a, t in zip(axes[0], titles):
+        a.set_title(t, fontsize=9)
     return fig
 
 # %% ../nbs/02_predict.ipynb #0fb1c8ba
-def sheet_font(size:int) -> ImageFont.FreeTypeFont: # pixels
+def sheet_font(size:int) -> Any: # a font of Pillow; size: pixels
     "DejaVu Sans, which comes with matplotlib and has more letters, else Pillow's own font."
     found = find_spec("matplotlib") # does not import it
-    folders = found.submodule_search_locations if found else []
-    for folder in folders:
+    folders = found.submodule_search_locations if found else None
+    for folder in folders or []:
         file = Path(folder)/"mpl-data"/"fonts"/"ttf"/"DejaVuSans.ttf"
         if file.is_file():
             return ImageFont.truetype(str(file), size)
@@ -287,8 +347,8 @@ def sheet_row(
     return row
 
 def image_sheet(
-    rows:list, # (images, caption), as `sheet_row` takes them
-    titles:list=(), # of the columns
+    rows:Sequence, # (images, caption), as `sheet_row` takes them
+    titles:Sequence[str]=(), # of the columns
     width:int=280, # of a column, pixels
 ) -> Image.Image:
     "Images in rows of equal columns on white, each row with its caption."

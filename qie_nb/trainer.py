@@ -8,6 +8,7 @@ __all__ = ['QwenImageEditTrainer']
 # %% ../nbs/01_trainer.ipynb #59b72818
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +21,7 @@ from .data.images import Geometry
 from .devices.edit_model import EditModel
 from .devices.processes import check_launch, make_accelerator
 from .encoding.encoder import Encoder
+from .encoding.precompute import Report
 from .lora import adapters as lora
 from .models.flow_matching import loss_weighting
 from .models.quantizations.known import parse_quantization
@@ -27,7 +29,7 @@ from .planning.decisions import SCALED
 from .planning.plan import Planner, expected_steps, samples_per_step
 from .predict import Predictor
 from .training.attributes import RunAttributes
-from .training.callbacks import RunState, UnloadEncodersCallback
+from .training.callbacks import Callback, RunState, UnloadEncodersCallback
 from .training.checkpoint import CheckpointCallback, SavedRun
 from .training.loop import fit_in_processes, prepare_run, take_step, train
 from .training.optimizers.known import check_optimizer, make_optimizer
@@ -41,6 +43,9 @@ from .training.step import flow_matching_loss, guarded_step, make_schedule, samp
 from .training.step import split_by_prompt_length, step_strata
 from .training.stopping import NonFiniteStop, TimeLimitCallback
 
+if TYPE_CHECKING:
+    from qie_nb.models.modulation import ModulationTable
+
 # %% ../nbs/01_trainer.ipynb #0c1e9302
 class QwenImageEditTrainer(RunAttributes):
     """Fine-tunes Qwen-Image-Edit with LoRA and runs the result.
@@ -50,7 +55,7 @@ class QwenImageEditTrainer(RunAttributes):
     """
     def __init__(self,
         config:Config|dict|None=None, # `Config`, nested dict, or None for the defaults
-        callbacks:Iterable=(), # `Callback`s
+        callbacks:Iterable[Callback]=(),
     ):
         c = self.config = make_config(config)
         self.planner = Planner(c)
@@ -78,17 +83,18 @@ class QwenImageEditTrainer(RunAttributes):
         self.predictor = Predictor(parts, c.predict, self.adapters.geometry, self.adapters, self.data,
                                    self.state, self.device)
         self.checkpoints = RunResume(parts, c, self.state, self.adapters)
-        self.accelerator = None
-        self.lr_scheduler = None
-        self.wrapped = None # what the step calls with several processes
-        self.finite = None # `NonFiniteCounter`
+        self.accelerator: Any = None # `accelerate.Accelerator`
+        self.lr_scheduler: Any = None # torch's
+        self.wrapped: torch.nn.Module|None = None # what the step calls with several processes
+        self.finite: Any = None # `NonFiniteCounter`
         self.started = False # or resumed?
         self.launched = False # has `fit` started processes?
-        self.reporter = None # in a process that `fit` has started
+        self.reporter: Any = None # in a process that `fit` has started
         self.save_at_end = False # as `reporter`
 
     def __repr__(self) -> str:
-        parts, dtype = self.components, str(self.weight_dtype).removeprefix("torch.")
+        parts = self.components
+        dtype = str(self.weight_dtype).removeprefix("torch.")
         return (f"trainer of {parts.name} ({parts.variant.name}) on {self.device} in {dtype} "
                 f"({self.dtype_reason}), step {self.global_step}")
 
@@ -103,7 +109,7 @@ class QwenImageEditTrainer(RunAttributes):
         train_dataloader:Iterable|None=None, # over an `ImageDataset`; default the configuration's data
         start_idx:int=0, end_idx:int|None=None, # samples, the last excluded
         cluster:object=None, # `RayCluster` whose machines encode; default: this machine
-    ): # `Report`
+    ) -> Report:
         "Precompute latents, prompt embeddings and the modulation table into the cache."
         self.planner.check_encoders()
         is_part = train_dataloader is not None or start_idx or end_idx is not None
@@ -141,12 +147,14 @@ class QwenImageEditTrainer(RunAttributes):
         skipped = int(self.finite.skipped) if self.finite else 0
         folder = self.checkpoints.save(epoch, global_step, by_epoch, skipped)
         self.prune_checkpoints()
-        if self.accelerator is not None: self.accelerator.wait_for_everyone()
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
         return folder
 
     def prune_checkpoints(self):
         "Remove older checkpoints, but not if the last steps were not finite."
-        if self.finite is None or not self.finite.row: self.checkpoints.prune()
+        if self.finite is None or not self.finite.row:
+            self.checkpoints.prune()
 
     def checkpoint_root(self) -> Path:
         "The folder of the checkpoints."
@@ -180,7 +188,7 @@ class QwenImageEditTrainer(RunAttributes):
         print(self.components)
         return self
 
-    def setup_accelerator(self): # `accelerate.Accelerator`
+    def setup_accelerator(self) -> Any: # `accelerate.Accelerator`
         "Create the Accelerator, without autocast: the base computes in its own dtype."
         if self.accelerator is None:
             self.accelerator = make_accelerator(self.device)
@@ -200,7 +208,7 @@ class QwenImageEditTrainer(RunAttributes):
         self.wrapped = self.components.prepare_training(self.setup_accelerator(), train, self._plan_blocks)
         return self
 
-    def _plan_blocks(self, obstacle) -> Plan:
+    def _plan_blocks(self, obstacle:str) -> Plan:
         "The plan, now that the transformer and its adapter are known, or that compiling has failed."
         samples = len(self.samples or ())
         per_step = samples_per_step(self.config, self.state.processes)
@@ -221,8 +229,10 @@ class QwenImageEditTrainer(RunAttributes):
 
     def configure_schedule(self) -> "QwenImageEditTrainer":
         "Create the learning-rate schedule at the current step."
-        c, s = self.config, self.state
-        for g in self.optimizer.param_groups: g["lr"] = g["initial_lr"] = c.optimizer.lr
+        c = self.config
+        s = self.state
+        for g in self.optimizer.param_groups:
+            g["lr"] = g["initial_lr"] = c.optimizer.lr
         self.lr_scheduler = make_schedule(self.optimizer, c.lr_scheduler, s.max_steps, s.global_step)
         return self
 
@@ -231,7 +241,7 @@ class QwenImageEditTrainer(RunAttributes):
         device:str|torch.device, # to move it to
     ) -> torch.nn.Module:
         "Quantize a model as `model.quantize` says (8 bits if none). Raises ValueError if it is too late."
-        return self.predictor.quantize_model(model, device)
+        return self.predictor.quantize_model(model, torch.device(device))
 
     def save_prequantized(self,
         folder:str|Path, # new, or that of an interrupted call
@@ -243,12 +253,13 @@ class QwenImageEditTrainer(RunAttributes):
         return self.run_table.save_prequantized(folder, encoders, table_dtype, part_bytes)
 
     def cache_modulation(self,
-        cache:EmbeddingCacheManager|None=None, dataset:ImageDataset|None=None, # default the configuration's
-    ): # `ModulationTable`; None if it is not used or cannot be computed here
+        cache:EmbeddingCacheManager|None=None,
+        dataset:ImageDataset|None=None, # these are the configuration's by default
+    ) -> "ModulationTable|None": # None if it is not used or cannot be computed here
         "Compute the rows for training and `model.modulation_table_steps` into the cache."
         return self.run_table.cache_table(cache, dataset)
 
-    def _transformer(self):
+    def _transformer(self) -> torch.nn.Module:
         "The transformer, loaded if it is not."
         return self.components.transformer
 
@@ -258,13 +269,14 @@ class QwenImageEditTrainer(RunAttributes):
         "Prepare or continue a run: all that `fit` does before its first step."
         return prepare_run(self, train_dataloader)
 
-    def default_callbacks(self) -> list:
+    def default_callbacks(self) -> list[Callback]:
         "The callbacks of every run, in the order in which they are called; yours follow."
         from qie_nb.evaluation.evaluate import EvaluationCallback
         from qie_nb.logging import OpenPanel, SummaryCallback, logging_callbacks
         logs = logging_callbacks(self.config.logging) if self.is_main else []
         if self.reporter is not None:
-            if self.reporter.panel: logs = logs[:-1]
+            if self.reporter.panel:
+                logs = logs[:-1]
             logs = [*logs, self.reporter]
         evaluation = EvaluationCallback(self.config, self.plan.sharded.value)
         return [UnloadEncodersCallback(), OpenPanel(logs), evaluation, NonFiniteStop(), *logs,
@@ -282,15 +294,19 @@ class QwenImageEditTrainer(RunAttributes):
         self.state.lr = self.optimizer.param_groups[0]["lr"]
         self.finite.note(ok)
         guarded_step(self.optimizer, ok)
-        if self.ema is not None: self.ema.update(ok)
+        if self.ema is not None:
+            self.ema.update(ok)
         self.lr_scheduler.step()
 
     def training_step(self,
         batch:dict, # of our loader; or with cached tensors, or with lists `image`, `control`, `prompt`
     ) -> torch.Tensor: # scalar, with gradient
         "Mean loss of a batch."
-        if not is_cached(batch): batch = {**batch, **self.encode_batch(batch)}
-        c, step, places = self.config.train, self.global_step, self.state.places
+        if not is_cached(batch):
+            batch = {**batch, **self.encode_batch(batch)}
+        c = self.config.train
+        step = self.global_step
+        places = self.state.places
         seeds = batch_seeds(batch, c.seed, self.state.epoch, step)
         strata = step_strata(places, c.seed, step) if places and c.stratified_timesteps else None
         return self._compute_loss(batch, seeds, strata).mean()
@@ -299,12 +315,13 @@ class QwenImageEditTrainer(RunAttributes):
     _training_step_compute = training_step
 
     def _compute_loss(self,
-        batch, # of cached tensors
-        seeds, # one int per sample
-        strata=None, # as `step_strata`
+        batch:dict, # of cached tensors
+        seeds:list[int], # one per sample
+        strata:list|None=None, # as `step_strata`
     ) -> torch.Tensor: # [B] float32
         "Loss of each sample at noise and noise level from its seed."
-        c, variant = self.config.train, self.components.variant
+        c = self.config.train
+        variant = self.components.variant
         scheduler_config = self.components.get("scheduler").config
         eps, sigmas = sample_noise_and_sigmas(batch, seeds, c, scheduler_config, strata, variant)
         return self.loss(batch, eps, sigmas, loss_weighting(c), c.mask_min_weight)
@@ -320,12 +337,13 @@ class QwenImageEditTrainer(RunAttributes):
         model = self.components.transformer
         options = self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant
         parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
-        if self.wrapped is not None and torch.is_grad_enabled(): model = self.wrapped
-        losses = {}
+        if self.wrapped is not None and torch.is_grad_enabled():
+            model = self.wrapped
+        losses: dict[int, torch.Tensor] = {}
         for rows, part in parts:
             made = flow_matching_loss(model, part, eps[rows], sigmas[rows], *options)
-            if len(parts) == 1: return made
-            losses |= zip(rows, made)
+            if isinstance(rows, slice): return made # of all samples
+            losses.update(zip(rows, made))
         return torch.stack([losses[i] for i in range(len(eps))])
 
     # --- the data

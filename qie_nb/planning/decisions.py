@@ -12,6 +12,8 @@ __all__ = ['AUTO', 'MOST_ON_CPU', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'M
 
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
+from collections.abc import Sequence
+from typing import Final, overload
 
 import torch
 
@@ -26,10 +28,10 @@ from ..devices.placement import SHARE
 from ..models.components import WHEN_NEEDED
 from ..models.modulation import table_pays
 from ..models.quantizations.known import QUANTIZATIONS, parse_quantization
-from .facts import GpuInfo, Machine, ModelFacts, PairFacts, SoFar, old_driver
+from .facts import Gpu, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, old_driver
 
 # %% ../../nbs/planning/00b_decisions.ipynb #496fd544
-AUTO = "auto"
+AUTO: Final = "auto"
 MOST_ON_CPU = 1e9 # parameters that `auto` trains on a CPU beside a GPU that torch cannot use
 
 def named_device(
@@ -116,7 +118,7 @@ def choose_sharded(
         return Choice(True, "the processes were launched with FSDP", setting)
     return Choice(False, "the processes were not launched with FSDP", setting)
 
-def _against_fp16(train, kind:str, fsdp:bool) -> str:
+def _against_fp16(train:TrainSection, kind:str|None, fsdp:bool) -> str:
     "The setting that forbids products in float16, or an empty text."
     no_fp16 = QUANTIZATIONS[kind].no_fp16 if kind else ""
     if no_fp16:
@@ -132,15 +134,17 @@ def choose_quantize(
     known:str|None=None, # of a prequantized copy, or as it is set on the trainer; none: not at all
 ) -> Choice: # a name, or None
     "How the transformer is quantized."
-    setting, kind = "model.quantize", parse_quantization(wanted)
+    setting = "model.quantize"
+    kind = parse_quantization(wanted)
     if known is not None and parse_quantization(known) != kind:
-        return Choice(parse_quantization(known), "the weights are stored so, or were set on the trainer", setting)
+        why = "the weights are stored so, or were set on the trainer"
+        return Choice(parse_quantization(known), why, setting)
     if kind:
         return Choice(kind, f"`{setting}` says so", setting, True)
     return Choice(None, "nothing asks for it", setting)
 
 def choose_split(
-    devices:list, # `train.model_parallel_devices`
+    devices:list[str], # `train.model_parallel_devices`
 ) -> Choice: # the devices as a tuple, or None
     "Which GPUs share the blocks."
     setting = "train.model_parallel_devices"
@@ -163,7 +167,7 @@ def choose_offload(
     return Choice(wanted, f"`{setting}` is {str(wanted).lower()}", setting, wanted)
 
 def choose_products(
-    train, # `TrainSection`
+    train:TrainSection,
     gpu:GpuInfo|None=None, # None: another device
     kind:str|None=None, # quantization
     fsdp:bool=False, # is the transformer sharded?
@@ -186,7 +190,7 @@ def choose_products(
 FREE = 0.07 # of a GPU's memory: gaps between tensors, and other programs
 
 def room_of(
-    gpu:GpuInfo, # or `Gpu`
+    gpu:GpuInfo|Gpu,
 ) -> float: # bytes
     """What a run may take of a GPU: all but `FREE` of it, and all but the gaps of what is free now.
 
@@ -197,7 +201,7 @@ def room_of(
     return min(room, SHARE * gpu.free)
 
 def memory_text(
-    gpu:GpuInfo, # or `Gpu`
+    gpu:GpuInfo|Gpu,
 ) -> str:
     "A GPU's memory as the plan and the doctor write it."
     total = f"{gpu.bytes / 1e9:.1f} GB"
@@ -207,10 +211,10 @@ def memory_text(
 
 def fits_gpus(
     needed:float, # bytes on each GPU
-    rooms:list, # `room_of` each GPU that is there
+    rooms:Sequence[float], # `room_of` each GPU that is there
     used:int=1, # GPUs that the run needs
     pinned:float=0, # bytes of host memory
-    host:float=math.inf, # bytes of it that there are
+    host:float=math.inf, # bytes of it that are there
 ) -> bool:
     "Does a run fit? Processes, the memory plan, the doctor and `smaller` all ask this function."
     enough = used <= len(rooms) and needed <= min(rooms)
@@ -220,16 +224,16 @@ HOST_SHARE = 0.8 # of host memory, which several processes can pin
 
 def host_room(
     machine:Machine,
-    processes:int,
+    processes:int, # of this machine
 ) -> float: # bytes
     "What processes may pin together; a single one is not limited."
     if processes == 1 or not machine.memory: # 0: unknown
         return math.inf
     return HOST_SHARE * machine.memory
 
-def _against_processes(train, machine:Machine, so_far:SoFar) -> str: # an error
+def _against_processes(n:int, train:TrainSection, machine:Machine, so_far:SoFar) -> str: # an error
     "Why a configured number of processes is impossible."
-    n, gpus = train.num_processes, len(machine.gpus)
+    gpus = len(machine.gpus)
     no = f"`train.num_processes` {n}"
     if so_far.given and not so_far.optional:
         return f"{no} cannot hand {so_far.given} to other processes; set it to 1, or leave that out"
@@ -245,7 +249,7 @@ def _against_processes(train, machine:Machine, so_far:SoFar) -> str: # an error
         return f"{no}, but there are {gpus} GPUs; use {gpus}, or auto"
     return ""
 
-def _one_because(train, machine:Machine, so_far:SoFar) -> str: # "" if there can be more
+def _one_because(train:TrainSection, machine:Machine, so_far:SoFar) -> str: # "" if there can be more
     "Why `auto` is one process, apart from memory."
     if so_far.given:
         return f"{so_far.given} cannot be handed to other processes"
@@ -260,18 +264,19 @@ def _one_because(train, machine:Machine, so_far:SoFar) -> str: # "" if there can
     return "the run began in this process" if so_far.begun_here else ""
 
 def choose_processes(
-    train, # `TrainSection`
+    train:TrainSection,
     machine:Machine,
     so_far:SoFar=SoFar(),
     needed:float|None=None, # bytes of the run on each GPU; None: not known
     pinned:float=0, # bytes of host memory for each process
 ) -> Choice:
     "How many processes train; `fit` starts them unless they were launched with it."
-    setting, n = "train.num_processes", train.num_processes
+    setting = "train.num_processes"
+    n = train.num_processes
     if machine.world is not None:
         return Choice(machine.world, "launched together, outside of `fit`", setting)
     if n != AUTO:
-        problem = "" if n == 1 else _against_processes(train, machine, so_far)
+        problem = "" if n == 1 else _against_processes(n, train, machine, so_far)
         return Choice(n, f"`{setting}` says so", setting, True, problem)
     why = _one_because(train, machine, so_far)
     if why:
@@ -293,14 +298,14 @@ def choose_processes(
 MARGIN = 0.5 # hours without training at a session's end
 
 def choose_hours(
-    wanted:object, # `train.max_hours`: hours, auto or None
+    wanted:float|str|None, # `train.max_hours`: hours, or auto
     machine:Machine,
 ) -> Choice: # `TimeLimit`, or None
     "When a run stops by itself."
     setting = "train.max_hours"
     if not wanted:
         return Choice(None, f"`{setting}` says so", setting, True)
-    if wanted != AUTO:
+    if not isinstance(wanted, str):
         return Choice(TimeLimit(wanted), f"max_hours {wanted:g}", setting, True)
     if not machine.hours:
         return Choice(None, "no end of a session is known", setting)
@@ -313,7 +318,7 @@ def choose_hours(
 _QUARTERS = f"a quarter of the run each, at least {LEAST_APART} steps"
 
 def choose_eval_interval(
-    train, # `TrainSection`
+    train:TrainSection,
 ) -> Choice: # `EvalInterval`
     "How often a run is evaluated."
     setting = "train.eval_interval"
@@ -326,10 +331,10 @@ def choose_eval_interval(
 
 # %% ../../nbs/planning/00b_decisions.ipynb #e9019651
 def choose_held_out(
-    train, # `TrainSection`
+    train:TrainSection,
     pairs:PairFacts|None=None, # None: not counted yet
     before:object=None, # what the checkpoint that is continued held out
-) -> Choice: # share of the control images, their number, or `ONE_IMAGE`; None: the pairs decide
+) -> Choice|None: # share of the control images, their number, or `ONE_IMAGE`; None: the pairs decide
     "Which part of the pairs is never trained on."
     setting = "train.val_fraction"
     asked = train.val_fraction != AUTO
@@ -350,10 +355,14 @@ def choose_held_out(
 # %% ../../nbs/planning/00b_decisions.ipynb #20d8071f
 SAVE_EPOCHS = 5 # between checkpoints, if the length is in steps or epochs
 
+@overload
+def choose_length(train:TrainSection, pairs:PairFacts) -> Choice: ...
+@overload
+def choose_length(train:TrainSection, pairs:PairFacts|None=None) -> Choice|None: ...
 def choose_length(
     train:TrainSection,
     pairs:PairFacts|None=None, # None: not counted yet
-) -> Choice: # `RunLength`; None: the pairs decide
+) -> Choice|None: # `RunLength`; None: the pairs decide
     "How long a run is."
     names = dict(steps="max_train_steps", samples="max_train_samples", epochs="num_epochs")
     for setting, name in names.items():
@@ -386,9 +395,9 @@ def choose_save_interval(
 # %% ../../nbs/planning/00b_decisions.ipynb #b8020e89
 def choose_modulation(
     wanted:object, # `model.modulation_table`: auto, true or false
-    model:ModelFacts, # None: not known
+    model:ModelFacts|None, # None: not known
     dtype:str, # of the base
-) -> Choice: # `ALWAYS`, `IN_TRAINING` or `NEVER`; None: the model decides
+) -> Choice|None: # `ALWAYS`, `IN_TRAINING` or `NEVER`; None: the model decides
     "When a table replaces the modulation layers."
     setting = "model.modulation_table"
     if model is not None and not model.table:
@@ -406,7 +415,8 @@ ENOUGH_STEPS = 500 # for compiling to pay off
 
 def _no_compiler(machine:Machine, device:str) -> str: # "" if there is one
     "Why nothing can be compiled for a device."
-    kind, gpu = device.partition(":")[0], machine.gpu(device)
+    kind = device.partition(":")[0]
+    gpu = machine.gpu(device)
     if kind not in ("cpu", "cuda"):
         return f"torch.compile is not used on {kind}"
     if not machine.compiler:
@@ -419,7 +429,7 @@ def _no_compiler(machine:Machine, device:str) -> str: # "" if there is one
         return "triton is not installed"
     return ""
 
-def _compile_does_not_pay(device:str, steps:int, quantized:str) -> str:
+def _compile_does_not_pay(device:str, steps:int|None, quantized:str|None) -> str:
     "Why `auto` does not compile."
     setting = "set `train.compile` to true for it"
     if device.startswith("cpu"):
@@ -431,15 +441,16 @@ def _compile_does_not_pay(device:str, steps:int, quantized:str) -> str:
     return ""
 
 def choose_compile(
-    train, # `TrainSection`
+    train:TrainSection,
     machine:Machine,
-    device:str,
+    device:str, # its name
     steps:int|None=None, # of the run, if known
     quantized:str|None=None, # the transformer's quantization
     obstacle:str="", # why its blocks cannot be compiled
 ) -> Choice: # yes?
     "Are the blocks compiled?"
-    setting, asked = "train.compile", train.compile != AUTO
+    setting = "train.compile"
+    asked = train.compile != AUTO
     if train.compile is False:
         return Choice(False, f"`{setting}` is false", setting, True)
     against = "" if asked else _compile_does_not_pay(device, steps, quantized)
@@ -455,18 +466,19 @@ def choose_compile(
     return Choice(True, what, setting, asked, warning=warning)
 
 def choose_checkpointing(
-    train, # `TrainSection`
+    train:TrainSection,
     needed:dict|None=None, # {value: bytes of an uncompiled step}, if the blocks were to be compiled and are not
     gpu:GpuInfo|None=None, # where this step would run
 ) -> Choice: # yes, no, or selective
     "Do the blocks recompute their activations?"
     setting = "train.gradient_checkpointing"
     wanted = train.gradient_checkpointing
-    if not needed or fits_gpus(needed[wanted], [room_of(gpu)]):
+    if not needed or gpu is None or fits_gpus(needed[wanted], [room_of(gpu)]):
         return Choice(wanted, f"`{setting}` is {str(wanted).lower()}", setting, wanted is not True)
     value = "selective" if fits_gpus(needed["selective"], [room_of(gpu)]) else True
-    why = (f"an uncompiled step without recomputation would take {needed[wanted] / 1e9:.1f} of {gpu.bytes / 1e9:.1f} GB"
-           f", this one takes {needed[value] / 1e9:.1f}")
+    whole = f"{needed[wanted] / 1e9:.1f} of {gpu.bytes / 1e9:.1f} GB"
+    why = (f"an uncompiled step without recomputation would take {whole}, "
+           f"this one takes {needed[value] / 1e9:.1f}")
     return Choice(value, why, setting, warning=f"`{setting}` is {str(value).lower()} in this run: {why}")
 
 

@@ -7,16 +7,17 @@ __all__ = ['ROW', 'IMAGE', 'STEPS', 'BLOCK', 'HEADER', 'TEMPLATE', 'ENCODERS', '
            'checkpoint_bytes', 'kept_checkpoints', 'log_bytes', 'run_items', 'SampleTokens', 'read_samples',
            'typical_samples', 'sample_bytes', 'table_bytes', 'cache_dirs', 'cache_items', 'text_encoder_bytes',
            'is_local', 'file_problem', 'without_single_files', 'copy_items', 'download_items', 'download_words',
-           'DiskPlan', 'model_areas', 'disk_plan']
+           'DiskLimit', 'DiskPlan', 'model_areas', 'disk_plan']
 
 # %% ../../nbs/planning/02_disk_space.ipynb #12120133
 import errno, os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastcore.basics import patch
-
-from ..config import Config, ModelSection, TrainSection, make_config
+from ..config import Config, DataSection, ModelSection, TrainSection, make_config
 from ..core.cache_entries import MODULATION
 from ..core.display import note, table_html, text_table
 from ..core.environment import (
@@ -38,25 +39,32 @@ from .memory import (
     MemoryQuery, adapter_shapes, block_bytes, memory_query, model_facts, model_folder, numbers, optimizer_bytes,
     other_bytes, parameters, row_dtype)
 
+if TYPE_CHECKING:
+    from qie_nb.cache import EmbeddingCacheManager
+
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19cb1
 ROW = 1_300 # bytes of a step in event file, CSV and JSONL, about
 IMAGE = 3 # bytes of a pixel in event file and folder, about
 STEPS = 2000 # of a run whose length is not known yet
 
 def _gb(n:float) -> str: # bytes
+    "Bytes as a sentence has them."
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 @dataclass(frozen=True)
 class Item:
+    "Something that a run writes."
     what: str
     bytes: int   # still to be written
     folder: Path
     why: str
     group: str = "cache" # cache, checkpoints, logs, downloads or remote shards
     estimated: bool = False # then a run is not refused for it
-    remedy: str = None # instead of its group's; "": there is none
+    remedy: str|None = None # instead of its group's; "": there is none
 
-def _adapter_bytes(q) -> int: return 4 * numbers(adapter_shapes(q, trained=False))
+def _adapter_bytes(q:MemoryQuery) -> int:
+    "Bytes of an adapter, in float32."
+    return 4 * numbers(adapter_shapes(q, trained=False))
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c9f19c01
 def checkpoint_bytes(
@@ -77,18 +85,20 @@ def _holds_out(train:TrainSection, pairs:int) -> bool:
         return not pairs or pairs >= ENOUGH_IMAGES
     return train.val_fraction > 0
 
-def kept_checkpoints(train:TrainSection, pairs:int) -> int:
+def kept_checkpoints(train:TrainSection, pairs:int) -> int: # pairs: 0 if not known
     "How many checkpoints a run has at a time: those to keep, the best, and the one being written."
     most = train.keep_checkpoints + _holds_out(train, pairs) + 1
     if train.max_train_steps is None:
         return most
-    often = train.save_interval or _holds_out(train, pairs)
-    saves = train.max_train_steps if often else 1 + train.max_train_steps // (train.save_steps or MOST)
+    saves = train.max_train_steps
+    if not train.save_interval and not _holds_out(train, pairs):
+        saves = 1 + train.max_train_steps // (train.save_steps or MOST)
     return min(most, saves)
 
-def log_bytes(config:Config, pairs:int) -> int:
+def log_bytes(config:Config, pairs:int) -> int: # pairs: 0 if not known
     "Rows and images of a run, roughly."
-    train, logs = config.train, config.logging
+    train = config.train
+    logs = config.logging
     length = choose_length(train, PairFacts(pairs)).value
     steps = length.steps_of(1) or min(STEPS, length.epochs * max(pairs, 1))
     shown = logs.log_images_count * (1 + steps // logs.log_images_every) if logs.log_images else 0
@@ -101,7 +111,7 @@ def run_items(
     config:Config,
     q:MemoryQuery,
     pairs:int=0, # 0: not known
-) -> list: # of `Item`
+) -> list[Item]:
     "What training writes besides the cache."
     train = config.train
     root = Path(train.output_dir)/"checkpoints"
@@ -120,36 +130,49 @@ BLOCK = 4096   # bytes of a disk block
 HEADER = 1500  # of an entry's header, about
 TEMPLATE = 12  # tokens after a prompt
 
+def _tokens(size:tuple[int, int], side:int) -> int:
+    "How many squares of so many pixels a side an image has."
+    return (size[0] // side) * (size[1] // side)
+
+def _entries(sizes:list[int]) -> int: # bytes
+    "Entries of these sizes on a disk: with headers, in whole blocks."
+    return sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
+
 @dataclass(frozen=True)
 class SampleTokens:
+    "The tokens of a sample, which its size in the cache depends on."
     target: int     # of the latent
-    controls: tuple # of each latent
+    controls: tuple[int, ...] # of each latent
     images: int     # of the control images in the prompt
-    text: int
+    text: int       # of the prompt
 
 # %% ../../nbs/planning/02_disk_space.ipynb #4dc57d01
 def read_samples(
-    config,
+    config:Config,
     areas:dict, # control_area, vl_area in pixels
     variant:Variant,
-) -> list: # of `SampleTokens`
+) -> list[SampleTokens]:
     "Samples and validation pairs, from the headers of their images."
     from qie_nb.data.images import Geometry
     from qie_nb.data.samples import config_samples, usable
-    d, out = config.data, []
+    d = config.data
     g = Geometry(tuple(d.image_size), d.crop, areas["control_area"], areas["vl_area"], d.match_grids)
-    tokens = lambda size, side: (size[0] // side) * (size[1] // side)
+    out = []
     for path in filter(None, (d.dataset_path, config.train.val_path)):
         samples, sizes, _ = usable(config_samples(d, path if path != d.dataset_path else None))
         for s, (target, *controls) in zip(samples, sizes):
-            images = sum(tokens(g.vl(c), 28) + variant.image_words for c in controls)
-            out.append(SampleTokens(
-                tokens(g.target(target), 16), tuple(tokens(g.control(c), 16) for c in controls), images,
-                len(s.prompt.encode()) // 3 + 1))
+            images = sum(_tokens(g.vl(c), 28) + variant.image_words for c in controls)
+            latents = tuple(_tokens(g.control(c), 16) for c in controls)
+            text = len(s.prompt.encode()) // 3 + 1
+            out.append(SampleTokens(_tokens(g.target(target), 16), latents, images, text))
     return out
 
 # %% ../../nbs/planning/02_disk_space.ipynb #939c64b3
-def typical_samples(n:int, q, areas:dict) -> list: # of `SampleTokens`
+def typical_samples(
+    n:int, # how many
+    q:MemoryQuery,
+    areas:dict, # control_area, vl_area in pixels
+) -> list[SampleTokens]:
     "`n` samples of the configured sizes, with prompts of 50 tokens."
     controls = max(1, round(q.control / (areas["control_area"] / 256)))
     images = controls * ((areas["vl_area"] or areas["control_area"]) // 784 + 8)
@@ -157,78 +180,100 @@ def typical_samples(n:int, q, areas:dict) -> list: # of `SampleTokens`
 
 def sample_bytes(
     s:SampleTokens,
-    q, # `MemoryQuery`
-    share_prefix:bool=True,
+    q:MemoryQuery,
+    share_prefix:bool=True, # is the part of both prompts with the images stored once?
     masks:bool=False, # an edit mask, too?
-) -> tuple: # (bytes of latents, bytes of prompts), in whole blocks
+) -> tuple[int, int]: # (bytes of latents, bytes of prompts)
+    "What a sample takes in the cache, in whole disk blocks."
     ends = (s.text + TEMPLATE, 1 + TEMPLATE) # prompt, empty prompt
     whole = [s.images + n for n in ends]
-    entries = lambda sizes: sum(-(-(n + HEADER) // BLOCK) * BLOCK for n in sizes)
     tokens = (s.images, *ends) if share_prefix and s.images else whole
     prompts = [n * q.text_dim * q.base_bytes for n in tokens]
     latents = [n * q.channels * q.base_bytes for n in (s.target, *s.controls)]
-    latents += [4 * s.target] * (masks and bool(s.controls)) # a byte a latent pixel
-    return entries(latents), entries(prompts)
+    if masks and s.controls:
+        latents.append(4 * s.target) # a byte a latent pixel
+    return _entries(latents), _entries(prompts)
 
 # %% ../../nbs/planning/02_disk_space.ipynb #41ce11aa
 def table_bytes(
-    config, q, # `Config`, `MemoryQuery`
+    config:Config, q:MemoryQuery,
     sizes:int=1, # number of target sizes, each with its own sampling schedule
 ) -> int: # 0 if no table is made, or a prequantized copy has one
+    "Bytes of the modulation table."
     from qie_nb.models.modulation import training_times
     folder = model_folder(config.model.pretrained_model_name_or_path)
-    has_one = not config.model.transformer_file and source_checkpoint(folder/"transformer").get("table")
-    if not q.table or has_one: return 0
+    origin = {} if config.model.transformer_file else source_checkpoint(folder/"transformer")
+    if not q.table or origin.get("table"): return 0
     dtype = row_dtype(config, q.base_bytes)
     times = len(training_times(dtype)) + q.zero_cond
     rows = times + sizes * sum(config.model.modulation_table_steps)
     return rows * q.layers * 12 * q.dim * dtype.itemsize + q.layers * BLOCK
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe4e
-def cache_dirs(config) -> list:
-    dirs = config.cache.cache_dir if isinstance(config.cache.cache_dir, list) else [config.cache.cache_dir]
-    return [d for d in dirs if d] if config.cache.use_cache else []
+def cache_dirs(config:Config) -> list[str]:
+    "The cache's folders and addresses as configured; the last one is written to."
+    if not config.cache.use_cache:
+        return []
+    dirs = config.cache.cache_dir
+    return [d for d in (dirs if isinstance(dirs, list) else [dirs]) if d]
 
-def _open_cache(config, dirs): # `EmbeddingCacheManager`, or None if nothing is there yet
+def _open_cache(config:Config, dirs:list[str]) -> "EmbeddingCacheManager|None":
+    "The configured cache; None if nothing is there yet."
     from qie_nb.cache import EmbeddingCacheManager
     if not any(map(may_hold_cache, dirs)): return None
     layers = [d for d in dirs[:-1] if may_hold_cache(d)] + dirs[-1:]
     return EmbeddingCacheManager(layers, config.cache.remote_copy_gb)
 
-def _cached(cache, rows:int) -> tuple: # bytes in the cache: (entries, modulation table); rows: of a block
-    if cache is None: return 0, 0
-    stats = cache.get_cache_stats(listed := list(cache.entries()))
-    on_disk = lambda s: s["bytes"] + s["count"] * BLOCK // 2 # half of a last block is unused on average
-    table = [size for _, kind, _, size in listed if kind == MODULATION and size < 2 * rows] # no wider rows
-    return on_disk(stats["total"]) - on_disk(stats[MODULATION]), sum(table) + len(table) * BLOCK // 2
+def _on_disk(stats:dict) -> int: # bytes; `stats`: of a kind of entries
+    "What entries take on a disk: half of a last block is unused on average."
+    return stats["bytes"] + stats["count"] * BLOCK // 2
 
-def _copy_item(layer) -> Item: # of a `RemoteStore`, at most
+def _cached(cache:"EmbeddingCacheManager|None", rows:int) -> tuple[int, int]:
+    "Bytes in the cache: (entries, modulation table). `rows`: bytes of a block's rows."
+    if cache is None:
+        return 0, 0
+    listed = list(cache.entries())
+    stats = cache.get_cache_stats(listed)
+    table = [size for _, kind, _, size in listed if kind == MODULATION and size < 2 * rows] # no wider rows
+    entries = _on_disk(stats["total"]) - _on_disk(stats[MODULATION])
+    return entries, sum(table) + len(table) * BLOCK // 2
+
+def _copy_item(layer:Any) -> Item: # a `RemoteStore`, which is an extra
+    "What the local copy of a remote layer takes at most."
     limit = layer.copy.limit
     why = f"`cache.remote_copy_gb` {limit / 1e9:g}"
     return Item(f"copy of {layer.name}", layer.bytes_to_fetch(), layer.copy.root, why, "remote shards")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #a378fe01
-def cache_items(config, q, samples:list) -> list: # of `Item`
+def cache_items(config:Config, q:MemoryQuery, samples:list[SampleTokens]) -> list[Item]:
     "What is missing in the cache."
-    if not (dirs := cache_dirs(config)): return []
+    dirs = cache_dirs(config)
+    if not dirs:
+        return []
     from qie_nb.models.modulation import training_times
-    rows, cache = row_dtype(config, q.base_bytes), _open_cache(config, dirs)
+    rows = row_dtype(config, q.base_bytes)
+    cache = _open_cache(config, dirs)
     folder = cache.cache_dir if cache else Path(dirs[-1])
     cached, cached_table = _cached(cache, len(training_times(rows)) * 12 * q.dim * rows.itemsize)
     masks = config.data.edit_mask == "auto"
     samples = [*samples, *samples[:identity_count(len(samples), config.data.identity_share)]]
     sizes = [sample_bytes(s, q, masks=masks) for s in samples]
-    latents, prompts = (sum(s[n] for s in sizes) for n in (0, 1))
-    table = table_bytes(config, q, len({s.target for s in samples}) or 1)
-    dtype = "float32" if q.base_bytes == 4 else "bfloat16"
+    latents = sum(latent for latent, _ in sizes)
+    prompts = sum(prompt for _, prompt in sizes)
     left = max(0, latents + prompts - cached) / max(1, latents + prompts)
-    why = f"{len(samples)} samples, {dtype}" + f"; {cached / 1e6:.1f} MB exist" * bool(cached)
-    stored = "in the prequantized copy" if q.table else "not used"
-    why_table = dtype_name(rows) + "; exists" * (cached_table > table / 2) if table else stored
-    return [Item("latents", int(latents * left), folder, why),
-            Item("prompts", int(prompts * left), folder, why),
-            Item("modulation table", max(0, table - cached_table), folder, why_table),
-            *(_copy_item(d) for d in (cache.layers if cache else ()) if d.copy is not None)]
+    why = f"{len(samples)} samples, {'float32' if q.base_bytes == 4 else 'bfloat16'}"
+    if cached:
+        why += f"; {cached / 1e6:.1f} MB exist"
+    table = table_bytes(config, q, len({s.target for s in samples}) or 1)
+    why_table = "in the prequantized copy" if q.table else "not used"
+    if table:
+        exists = cached_table > table / 2
+        why_table = f"{dtype_name(rows)}; exists" if exists else dtype_name(rows)
+    out = [Item("latents", int(latents * left), folder, why),
+           Item("prompts", int(prompts * left), folder, why),
+           Item("modulation table", max(0, table - cached_table), folder, why_table)]
+    layers = cache.layers if cache else []
+    return out + [_copy_item(layer) for layer in layers if layer.copy is not None]
 
 # %% ../../nbs/planning/02_disk_space.ipynb #141a606a
 ENCODERS = dict(text_encoder=16.6e9, vae=0.25e9) # bytes in bfloat16
@@ -248,22 +293,26 @@ def text_encoder_bytes(
     return layers * narrower + rest * scale
 LARGEST_FILE = dict(text_encoder=4.97e9, transformer=9.99e9) # of the published models, bytes
 
-def is_local(name:str) -> bool: return model_folder(name).is_dir()
+def is_local(name:str) -> bool: # name: as for `model_folder`
+    "Is a model's folder on this machine?"
+    return model_folder(name).is_dir()
 
 def file_problem(
     model:ModelSection,
 ) -> str: # "" if it can be read, or none is set
     "Why a single file of a component cannot be used, as far as the files that are there tell it."
     name = model.pretrained_model_name_or_path
-    given = dict(transformer_file=model.transformer_file, text_encoder_file=model.text_encoder_file)
+    transformer = model.transformer_file
+    text_encoder = model.text_encoder_file
     try:
-        if model.transformer_file:
-            file = single_file(model.transformer_file, TRANSFORMER)
+        if transformer:
+            file = single_file(transformer, TRANSFORMER)
             file.check(expected_shapes(model_facts(name, model.variant).transformer))
-        if model.text_encoder_file:
-            single_file(model.text_encoder_file, TEXT_ENCODER)
-        if any(given.values()) and is_local(name):
-            Components(name, variant=model.variant, **given)
+        if text_encoder:
+            single_file(text_encoder, TEXT_ENCODER)
+        if (transformer or text_encoder) and is_local(name):
+            Components(name, variant=model.variant, transformer_file=transformer,
+                       text_encoder_file=text_encoder)
     except (ValueError, OSError) as error:
         return str(error)
     return ""
@@ -278,7 +327,7 @@ def _in_single_files(config:Config) -> list: # of components
     files = dict(transformer=config.model.transformer_file, text_encoder=config.model.text_encoder_file)
     return [part for part, file in files.items() if file]
 
-def _deletable(config, q) -> dict: # {component: its quantization}
+def _deletable(config:Config, q:MemoryQuery) -> dict[str, str]: # {component: its quantization}
     "The components whose downloaded files can be deleted once they are quantized."
     wanted = config.model.text_encoder_quantize
     text = advised("8 bits without float8") if wanted == AUTO else parse_quantization(wanted)
@@ -287,7 +336,7 @@ def _deletable(config, q) -> dict: # {component: its quantization}
         del kinds[part]
     return {part: kind for part, kind in kinds.items() if kind and not QUANTIZATIONS[kind].unsaved()}
 
-def _copy_bytes(config, q, part:str, kind:str) -> int:
+def _copy_bytes(config:Config, q:MemoryQuery, part:str, kind:str) -> int:
     "Bytes of a quantized copy, with the modulation table that is packed into it."
     if part == "text_encoder":
         return int(text_encoder_bytes(kind))
@@ -298,12 +347,12 @@ def copy_items(
     config:Config,
     q:MemoryQuery,
     env:dict, # environment variables
-) -> list: # of `Item`
+) -> list[Item]:
     "What is missing of a hub model's quantized copies, and the largest file that is there meanwhile."
     name = config.model.pretrained_model_name_or_path
     store = own_home(env)/"models"
     out = []
-    largest = 0
+    largest = 0.
     for part, kind in _deletable(config, q).items():
         made = store.glob(f"{name.replace('/', '--')}@*/{part}-{kind}-*/{part}")
         if not any(made):
@@ -316,22 +365,27 @@ def copy_items(
     return out
 
 def download_items(
-    config, q, # `Config`, `MemoryQuery`
-    env, # environment variables
+    config:Config,
+    q:MemoryQuery,
+    env:dict, # environment variables
     delete:bool=False, # are files deleted once they are quantized?
-) -> list: # of `Item`
+) -> list[Item]:
     "What is missing of a hub model."
     name = config.model.pretrained_model_name_or_path
-    if is_local(name): return []
+    if is_local(name):
+        return []
     folder = hub_downloads(env)
     files = folder/f"models--{name.replace('/', '--')}"/"snapshots"
-    have = lambda part: sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
     sizes = ENCODERS | dict(transformer=2 * parameters(replace(q, table=False)))
     for part in _in_single_files(config):
         del sizes[part]
     quantized = _deletable(config, q) if delete else {}
-    whole = [Item(f"download {part}", max(0, int(size) - have(part)), folder, "missing files", "downloads")
-             for part, size in sizes.items() if part not in quantized]
+    whole = []
+    for part, size in sizes.items():
+        if part not in quantized:
+            have = sum(p.stat().st_size for p in files.glob(f"*/{part}/*.safetensors"))
+            missing = max(0, int(size) - have)
+            whole.append(Item(f"download {part}", missing, folder, "missing files", "downloads"))
     return whole + copy_items(config, q, env) if quantized else whole
 
 def download_words(
@@ -351,36 +405,10 @@ def download_words(
             f"{_gb(e.free_space(folder, free_bytes))} free{terms}")
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c4d967b7
-def _existing(folder) -> Path: # the nearest existing parent
-    folder = folder.expanduser().absolute()
-    return next(p for p in (folder, *folder.parents) if p.exists())
-
-# %% ../../nbs/planning/02_disk_space.ipynb #c4d96701
-@dataclass
-class DiskPlan:
-    "What a run will write and whether it fits; displays as a table."
-    items: list # of `Item`
-    environment: Environment
-    free: object = free_bytes # function of a folder
-
-    def limits(self) -> list: # of (what, bytes to write, bytes available, items)
-        "Each disk, and the quota. What is only estimated is not counted: a disk may be small and enough."
-        disks, out, e = {}, [], self.environment
-        def add(what, room, items):
-            certain = [i for i in items if not i.estimated]
-            out.append((what, sum(i.bytes for i in certain), room, items))
-        for i in self.items: disks.setdefault(os.stat(_existing(i.folder)).st_dev, []).append(i)
-        for items in disks.values():
-            add(f"disk of {_existing(items[0].folder)}", self.free(items[0].folder), items)
-        inside = lambda i: i.folder.expanduser().resolve().is_relative_to(e.working.resolve())
-        if e.quota is not None and (some := [i for i in self.items if inside(i)]):
-            add(f"{e.working}, quota {e.quota / 1e9:.3g} GB", max(0, e.quota - used_bytes(e.working)), some)
-        if e.session_quota is not None and self.items:
-            add(f"this session, quota {e.session_quota / 1e9:.3g} GB", e.session_room(), self.items)
-        return out
-
-    def bytes(self, group=None) -> int: return sum(i.bytes for i in self.items if group in (None, i.group))
-    def fits(self) -> bool: return all(need <= room for _, need, room, _ in self.limits())
+def _existing(folder:Path) -> Path:
+    "The nearest existing parent of a folder, or the folder itself."
+    absolute = folder.expanduser().absolute()
+    return next(p for p in (absolute, *absolute.parents) if p.exists())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #c98558dc
 _REMEDIES = dict(downloads="give the folder of a copy on another disk",
@@ -398,97 +426,155 @@ def _remedy(
     remedies:dict, # {group: what makes it smaller}
 ) -> str:
     "What makes room, the largest part first, and how much has to be freed otherwise."
-    sizes = {} # {(remedy, group): bytes}
+    sizes: dict[tuple[str, str], int] = {} # {(remedy, group): bytes}
     for item in items:
         remedy = remedies[item.group] if item.remedy is None else item.remedy
         if remedy:
             sizes[remedy, item.group] = sizes.get((remedy, item.group), 0) + item.bytes
-    ways, left = [], excess
-    for (remedy, group), size in sorted(sizes.items(), key=lambda entry: -entry[1]):
+    ways = []
+    left = excess
+    for (remedy, group), size in sorted(sizes.items(), key=itemgetter(1), reverse=True):
         if size > 0.01 * left > 0:
             ways.append(f"{remedy} ({group}: {_gb(size)})")
         left -= size
     return ", and ".join(ways) + (", or " if ways else "") + f"free at least {_gb(excess)} there"
 
 
-# %% ../../nbs/planning/02_disk_space.ipynb #c9855802
-@patch
-def problems(self:DiskPlan) -> list: # sentences with remedies
-    out = []
-    for what, need, room, some in self.limits():
-        if need <= room: continue
-        certain = sorted((i for i in some if not i.estimated), key=lambda i: -i.bytes)
-        parts = ", ".join(f"{i.what} {_gb(i.bytes)}" for i in certain[:3])
-        short = f"the run writes {_gb(need)} ({parts}), but {_gb(room)} are free"
-        remedies = _ON_KAGGLE if self.environment.name == "kaggle" else _REMEDIES
-        out.append(f"{what}: {short}; {_remedy(certain, need - room, remedies)}")
-    return out
+# %% ../../nbs/planning/02_disk_space.ipynb #c4d96701
+def _resolved(folder:Path) -> Path:
+    "A folder without links."
+    return folder.expanduser().resolve()
 
-@patch
-def notes(self:DiskPlan) -> list: # sentences
-    "Where the logs and images, which can only be estimated, may fill what is left."
-    out = []
-    for what, need, room, some in self.limits():
-        estimated = sum(i.bytes for i in some if i.estimated)
-        if need <= room < need + estimated:
-            out.append(f"{what}: logs and images may take {_gb(estimated)}, and {_gb(room - need)} "
-                       "are left beside the checkpoints; set `logging.log_images` to false or "
-                       "`train.eval_images` to 0 if that is too tight")
-    return out
+class DiskLimit(NamedTuple):
+    "A disk or a quota, and what a run writes there."
+    what: str
+    need: int # bytes to write
+    room: int # bytes available
+    items: list[Item]
 
+def _limit(what:str, room:int, items:list[Item]) -> DiskLimit:
+    "What of the items is certain, against the room for them."
+    certain = sum(i.bytes for i in items if not i.estimated)
+    return DiskLimit(what, certain, room, items)
 
-# %% ../../nbs/planning/02_disk_space.ipynb #c9855803
-@patch
-def check(self:DiskPlan) -> DiskPlan: # itself
-    "Raises `DiskFull` if something does not fit, and prints what may become tight."
-    found = self.problems()
-    if found:
-        raise DiskFull(errno.ENOSPC, f"{'; '.join(found)}. Nothing was written")
-    for text in self.notes():
-        print(text)
-    return self
+@dataclass
+class DiskPlan:
+    "What a run will write and whether it fits; displays as a table."
+    items: list[Item]
+    environment: Environment
+    free: Callable[[Path], int] = free_bytes # of the disk of a folder
 
+    def limits(self) -> list[DiskLimit]:
+        "Each disk, and the quota. What is only estimated is not counted: a disk may be small and enough."
+        e = self.environment
+        out = []
+        for items in self._by_disk():
+            where = _existing(items[0].folder)
+            out.append(_limit(f"disk of {where}", self.free(items[0].folder), items))
+        inside = [i for i in self.items if _resolved(i.folder).is_relative_to(_resolved(e.working))]
+        if e.quota is not None and inside:
+            left = max(0, e.quota - used_bytes(e.working))
+            out.append(_limit(f"{e.working}, quota {e.quota / 1e9:.3g} GB", left, inside))
+        if e.session_quota is not None and self.items:
+            quota = f"quota {e.session_quota / 1e9:.3g} GB"
+            out.append(_limit(f"this session, {quota}", e.session_room(), self.items))
+        return out
 
-# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef89
-@patch
-def data(self:DiskPlan) -> dict: # plain
-    limits = [dict(what=n, bytes=need, room=room, fits=need <= room) for n, need, room, _ in self.limits()]
-    items = [vars(i) | dict(folder=str(i.folder)) for i in self.items]
-    return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems())
+    def _by_disk(self) -> list[list[Item]]:
+        "The items of each disk."
+        disks: dict[int, list[Item]] = {}
+        for item in self.items:
+            disks.setdefault(os.stat(_existing(item.folder)).st_dev, []).append(item)
+        return list(disks.values())
 
-# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef01
-@patch
-def _table(self:DiskPlan) -> tuple: # (rows, head)
-    rows = [(i.what, _gb(i.bytes), i.folder, i.why) for i in self.items]
-    for what, need, room, _ in self.limits():
-        fits = "fits" if need <= room else "does not fit"
-        rows.append((f"total on {what}", _gb(need), f"of {_gb(room)}", fits))
-    return rows, ("what", "size", "where", "why")
+    def bytes(self, group:str|None=None) -> int: # group: as in `Item`; None: all
+        "The bytes of one group, or of everything."
+        return sum(i.bytes for i in self.items if group in (None, i.group))
 
-@patch
-def __repr__(self:DiskPlan): return "\n".join([text_table(*self._table()), *self.problems()])
+    def fits(self) -> bool:
+        "Is there room on each disk and in the quota?"
+        return all(limit.need <= limit.room for limit in self.limits())
 
-# %% ../../nbs/planning/02_disk_space.ipynb #eec4ef02
-@patch
-def _repr_html_(self:DiskPlan): return "".join(map(note, self.problems())) + table_html(*self._table())
+    def problems(self) -> list[str]: # sentences with remedies
+        "What does not fit, and what makes room."
+        out = []
+        for what, need, room, some in self.limits():
+            if need <= room:
+                continue
+            certain = [i for i in some if not i.estimated]
+            certain.sort(key=attrgetter("bytes"), reverse=True)
+            parts = ", ".join(f"{i.what} {_gb(i.bytes)}" for i in certain[:3])
+            short = f"the run writes {_gb(need)} ({parts}), but {_gb(room)} are free"
+            remedies = _ON_KAGGLE if self.environment.name == "kaggle" else _REMEDIES
+            out.append(f"{what}: {short}; {_remedy(certain, need - room, remedies)}")
+        return out
+
+    def notes(self) -> list[str]: # sentences
+        "Where the logs and images, which can only be estimated, may fill what is left."
+        out = []
+        for what, need, room, some in self.limits():
+            estimated = sum(i.bytes for i in some if i.estimated)
+            if need <= room < need + estimated:
+                out.append(f"{what}: logs and images may take {_gb(estimated)}, and {_gb(room - need)} "
+                           "are left beside the checkpoints; set `logging.log_images` to false or "
+                           "`train.eval_images` to 0 if that is too tight")
+        return out
+
+    def check(self) -> "DiskPlan": # itself
+        "Raises `DiskFull` if something does not fit, and prints what may become tight."
+        found = self.problems()
+        if found:
+            raise DiskFull(errno.ENOSPC, f"{'; '.join(found)}. Nothing was written")
+        for text in self.notes():
+            print(text)
+        return self
+
+    def data(self) -> dict:
+        "Items, limits and problems as plain data."
+        limits = [dict(what=limit.what, bytes=limit.need, room=limit.room, fits=limit.need <= limit.room)
+                  for limit in self.limits()]
+        items = [vars(i) | dict(folder=str(i.folder)) for i in self.items]
+        return dict(items=items, limits=limits, fits=self.fits(), problems=self.problems())
+
+    def _table(self) -> tuple[list, tuple]: # (rows, head)
+        "The items, then each limit."
+        rows = [(i.what, _gb(i.bytes), str(i.folder), i.why) for i in self.items]
+        for what, need, room, _ in self.limits():
+            fits = "fits" if need <= room else "does not fit"
+            rows.append((f"total on {what}", _gb(need), f"of {_gb(room)}", fits))
+        return rows, ("what", "size", "where", "why")
+
+    def __repr__(self) -> str:
+        return "\n".join([text_table(*self._table()), *self.problems()])
+
+    def _repr_html_(self) -> str:
+        "The problems, then the table, as a notebook shows them."
+        return "".join(map(note, self.problems())) + table_html(*self._table())
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a2a3
-def model_areas(name:str, variant:Variant, data) -> dict: # control_area, vl_area in pixels
+def model_areas(
+    name:str, # as for `model_folder`
+    variant:Variant,
+    data:DataSection, # whose own areas come first
+) -> dict: # control_area, vl_area in pixels
     "The configured image areas, or those of the model."
     areas = dict(control_area=variant.control_area, vl_area=variant.vl_area)
     if is_local(name) and (resolve_model(name)/"model_index.json").is_file():
         areas = native_areas(resolve_model(name), variant)
-    return areas | {k: v for k in areas if (v := getattr(data, k))}
+    for key in areas:
+        areas[key] = getattr(data, key) or areas[key]
+    return areas
 
 # %% ../../nbs/planning/02_disk_space.ipynb #e314a201
 def disk_plan(
-    config=None, # `Config` or dict
+    config:Config|dict|None=None,
     environment:Environment|None=None, # default this one
     pairs:int|None=None, # number of them, if the data set is not at hand
     base_bytes:int|None=None, # of a number in the base dtype; default by `train.mixed_precision`
 ) -> DiskPlan:
     "What a configuration writes, from precompute to the saved adapter, and whether it fits."
-    c, environment = make_config(config), environment or detect_environment()
+    c = make_config(config)
+    environment = environment or detect_environment()
     name = c.model.pretrained_model_name_or_path
     t, variant = model_facts(name, c.model.variant)
     areas = model_areas(name, variant, c.data)

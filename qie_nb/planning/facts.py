@@ -11,11 +11,12 @@ __all__ = ['GPUS', 'KAGGLE_HOST', 'UNKNOWN', 'LEAST_DRIVER', 'OLDER_WHEELS', 'Gp
 
 # %% ../../nbs/planning/00_facts.ipynb #98218544
 import json, math, os, re, shutil, subprocess, sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,11 @@ from ..devices.placement import device_name, devices_of_loaded
 from ..models.loading import free_device_bytes, work_bytes
 from ..models.single_file import own_weights
 
+if TYPE_CHECKING:
+    from qie_nb.data.samples import Sample
+    from qie_nb.devices.edit_model import EditModel
+    from qie_nb.models.components import Components
+
 
 # %% ../../nbs/planning/00_facts.ipynb #bbb1f061
 @dataclass(frozen=True)
@@ -35,18 +41,18 @@ class GpuInfo:
     "One GPU, as torch reports it."
     name: str
     bytes: int # in total
-    capability: tuple # compute capability, e.g. (7, 5)
+    capability: tuple[int, int] # compute capability, e.g. (7, 5)
     bf16: bool = True # native?
     emulated: bool = False # bfloat16?
-    free: int = None # bytes that this process can have: free now, or held by it; None: not asked
-    screen: bool = None # does it drive one? None: unknown
+    free: int|None = None # bytes that we can have: free now, or held by us; None: not asked
+    screen: bool|None = None # does it drive one? None: unknown
 
     @property
     def tensor_cores(self) -> bool:
         "Are there any?"
         return self.capability >= (7, 0)
 
-def _can_have(n:int) -> int: # bytes; None: unknown
+def _can_have(n:int) -> int|None: # bytes; None: unknown
     "What this process can have of a GPU: what is free now, and what torch holds."
     launched = os.environ.get("WORLD_SIZE") is not None
     if launched and n != int(os.environ.get("LOCAL_RANK", 0)):
@@ -58,7 +64,7 @@ def _can_have(n:int) -> int: # bytes; None: unknown
 
 def installed_gpus(
     emulation:bool=False, # ask whether bfloat16 is emulated? It computes on the GPU
-) -> tuple: # of `GpuInfo`
+) -> tuple[GpuInfo, ...]:
     "The GPUs that torch sees."
     out = []
     for n in range(torch.cuda.device_count()):
@@ -69,14 +75,16 @@ def installed_gpus(
             with torch.cuda.device(n):
                 emulated = torch.cuda.is_bf16_supported()
         screen = drives_a_screen(getattr(p, "pci_bus_id", None))
-        out.append(GpuInfo(p.name, p.total_memory, (p.major, p.minor), native, emulated, _can_have(n), screen))
+        capability = (p.major, p.minor)
+        found = GpuInfo(p.name, p.total_memory, capability, native, emulated, _can_have(n), screen)
+        out.append(found)
     return tuple(out)
 
 # %% ../../nbs/planning/00_facts.ipynb #270e2d39
 def drives_a_screen(
-    bus:int, # PCI bus of a GPU, or None
-    drm:Path=Path("/sys/class/drm"),
-) -> bool: # None: unknown
+    bus:int|None, # PCI bus of a GPU; None: unknown
+    drm:Path=Path("/sys/class/drm"), # where Linux lists screens and cards
+) -> bool|None: # None: unknown
     "Is a screen connected to a GPU? Linux says so, except under WSL2."
     if bus is None or not drm.is_dir():
         return None
@@ -89,8 +97,8 @@ def drives_a_screen(
 
 # %% ../../nbs/planning/00_facts.ipynb #594a0daa
 def runs_on(
-    capability:tuple, # of a GPU
-    built_for:tuple, # architectures of torch's kernels: sm_75, sm_90a, compute_90
+    capability:tuple[int, int], # of a GPU
+    built_for:Sequence[str], # architectures of torch's kernels: sm_75, sm_90a, compute_90
 ) -> bool:
     "Has torch kernels for a GPU, or code that its driver can compile?"
     for kind, version in (name.split("_") for name in built_for):
@@ -108,15 +116,15 @@ def runs_on(
 @dataclass(frozen=True)
 class Machine:
     "Where the code runs."
-    gpus: tuple = () # of `GpuInfo`
+    gpus: tuple[GpuInfo, ...] = ()
     mps: bool = False # Apple's GPU?
     cores: int = 1
     memory: int = 0 # bytes of host memory
-    disk: int = None # bytes free for downloads; None: not asked
-    session_quota: int = None # bytes that a session may write outside its inputs; None: no limit but the disk
+    disk: int|None = None # bytes free for downloads; None: not asked
+    session_quota: int|None = None # bytes that a session may write outside its inputs; None: no limit but the disk
     platform: str = "script" # as `Environment.name`: kaggle, colab, ...
-    hours: float = None # length of a session
-    session_start: float = None # time.time()
+    hours: float|None = None # length of a session
+    session_start: float|None = None # time.time()
     wsl2: bool = False
     driver: str = "" # of NVIDIA: its version, or `UNKNOWN`; "": none, or the GPUs are hidden
     cuda: str = "" # version that torch was built with; "": without CUDA
@@ -124,15 +132,17 @@ class Machine:
     headers: bool = False # is there Python.h, which what triton and inductor compile includes?
     triton: bool = False # is it installed?
     rank: int = 0 # of this process on this machine
-    world: int = None # number of processes that were launched; None: not launched
+    world: int|None = None # number of processes that were launched; None: not launched
     fsdp: bool = False # launched with FSDP?
 
-    def devices(self) -> list: # of names
-        "The devices that exist here."
+    def devices(self) -> list[str]:
+        "The names of the devices that exist here: cpu, then GPUs."
         mps = ["mps"] if self.mps else []
         return ["cpu", *(f"cuda:{n}" for n in range(len(self.gpus))), *mps]
 
-    def gpu(self, device:str) -> GpuInfo: # None for another device
+    def gpu(self,
+        device:str, # its name: cuda, cuda:1, cpu, mps
+    ) -> GpuInfo|None: # None for another device
         "The GPU that a device's name means."
         kind, _, number = device.partition(":")
         if kind != "cuda" or int(number or 0) >= len(self.gpus):
@@ -147,16 +157,20 @@ class Gpu:
     bytes: int          # of each, in total
     bf16: bool = True   # native?
     count: int = 1
-    free: int = None    # bytes of the fullest one that we can have; None: not this machine's
+    free: int|None = None # bytes of the fullest one that we can have; None: not this machine's
 
     @property
-    def tensor_cores(self) -> bool: # compute capability 7.0 or later?
+    def tensor_cores(self) -> bool:
+        "Has it tensor cores (compute capability 7.0 or later)? The name tells it."
         return not re.search(r"\b([kmp]\d\d0?|gtx|titan x)", self.name.lower())
 
 GPUS = {name: Gpu(name, int(known.gib * 2**30), known.bf16) for name, known in KNOWN_GPUS.items()}
 
 # %% ../../nbs/planning/00_facts.ipynb #bb7ea702
-def first_kind(gpus:tuple) -> Gpu: # of the first `GpuInfo`; None if there is none
+def first_kind(
+    gpus:Sequence[GpuInfo],
+) -> Gpu|None: # None without a GPU
+    "The GPUs of the first one's kind, with the memory of the smallest and of the fullest of them."
     if not gpus:
         return None
     same = [g for g in gpus if g.name == gpus[0].name]
@@ -165,8 +179,8 @@ def first_kind(gpus:tuple) -> Gpu: # of the first `GpuInfo`; None if there is no
 
 # %% ../../nbs/planning/00_facts.ipynb #bb7ea703
 def parse_gpu(
-    gpu=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB), GB, `Gpu`, or None: the installed one
-) -> Gpu: # None if none is named or installed
+    gpu:Gpu|str|float|None=None, # name (T4, 2xT4, NVIDIA A100-SXM4-80GB) or GB; None: the installed one
+) -> Gpu|None: # None if none is named or installed
     "A GPU by its name. Raises ValueError for an unknown one."
     if gpu is None or isinstance(gpu, Gpu):
         return gpu or first_kind(installed_gpus())
@@ -181,22 +195,25 @@ def machine_with(
     gpu:Gpu|None=None, # None: no GPU
 ) -> Machine:
     "A machine with GPUs of one kind and a compiler, for its plan."
-    ready = dict(compiler=True, headers=True, triton=True) # what a machine that is only named will have, we assume
+    ready = Machine(compiler=True, headers=True, triton=True) # we assume it of a machine that is only named
     if gpu is None:
-        return Machine(**ready)
+        return ready
     capability = (8, 0)
     if not gpu.bf16:
         capability = (7, 5) if gpu.tensor_cores else (6, 0)
     found = GpuInfo(gpu.name, gpu.bytes, capability, gpu.bf16, free=gpu.free)
     if is_installed(gpu):
         here = this_machine_facts()
-        ready = {name: getattr(here, name) for name in ready}
-    return Machine((found,) * gpu.count, **ready)
+        ready = replace(ready, compiler=here.compiler, headers=here.headers, triton=here.triton)
+    return replace(ready, gpus=(found,) * gpu.count)
 
 # %% ../../nbs/planning/00_facts.ipynb #0d021bd9
 KAGGLE_HOST = 31e9 # bytes of host memory beside two T4s
 
-def host_bytes(gpu) -> float: # of the machine with this GPU, as far as it is known
+def host_bytes(
+    gpu:Gpu|None,
+) -> float: # infinite: unknown
+    "The host memory of the machine with this GPU, as far as it is known."
     if gpu is not None and is_installed(gpu):
         import psutil
         return psutil.virtual_memory().total
@@ -236,12 +253,12 @@ def nvidia_driver(
     return said or (UNKNOWN if any(p.exists() for p in devices) else "")
 
 def hides_gpus(
-    env:dict, # environment variables
+    env:Mapping[str, str], # environment variables
 ) -> bool:
     "Do variables hide all GPUs from torch?"
     return env.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
 
-def _has_compiler(env:dict) -> bool:
+def _has_compiler(env:Mapping[str, str]) -> bool:
     "Is there a C compiler?"
     names = (env.get("CC", ""), "cc", "gcc", "g++", "clang")
     return any(shutil.which(name) for name in names)
@@ -317,13 +334,13 @@ class SoFar:
     device: str = "" # the main one, if it is given instead of chosen
     dtype: str = "" # of the base, likewise
     rows: str = "" # dtype of a modulation table's rows, once the weights are known
-    steps: int = None # of the run
+    steps: int|None = None # of the run
     obstacle: str = "" # why the blocks of the loaded transformer cannot be compiled
-    encoding: "EncodingFacts" = None # once something is encoded
-    decoding: "DecodingFacts" = None # once an evaluation's images are decoded
+    encoding: "EncodingFacts|None" = None # once something is encoded
+    decoding: "DecodingFacts|None" = None # once an evaluation's images are decoded
     decoder_failed: str = "" # GPU on which the decoder ran out of memory
-    quantize: str = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
-    text_encoder: "TextEncoderFacts" = None # once the model's files and the cache were looked at
+    quantize: str|None = None # of the transformer, as it is set on the trainer or saved in a copy; none: not at all
+    text_encoder: "TextEncoderFacts|None" = None # once the model's files and the cache were looked at
     given: str = "" # what cannot be handed to other processes: callbacks, a loader
     optional: bool = False # are these the callbacks, which only `auto` minds?
     begun_here: bool = False # does this process hold a run that it began?
@@ -340,10 +357,11 @@ class ModelFacts:
     areas: dict = field(default_factory=dict) # {control_area, vl_area: pixels}; default the variant's
 
 def facts_of_model(
-    components, # `Components`
-) -> ModelFacts: # None without a transformer
+    components:"Components",
+) -> ModelFacts|None: # None without a transformer
     "The facts of a model folder; nothing is downloaded."
-    folder, variant = components.place_of("transformer"), components.variant
+    folder = components.place_of("transformer")
+    variant = components.variant
     if not (folder/"config.json").is_file():
         return None
     shape = json.loads((folder/"config.json").read_text())
@@ -361,7 +379,7 @@ class PairFacts:
     control_images: int = 0 # different first ones; counted if there are ten pairs
 
 def pair_facts(
-    samples:list, # of `Sample`
+    samples:"list[Sample]",
 ) -> PairFacts:
     "The facts of a data set."
     if len(samples) < ENOUGH_IMAGES:
@@ -374,19 +392,19 @@ class TextEncoderFacts:
     "The text encoder: its memory by kind, and the kinds that exist already."
     bytes: dict = field(default_factory=dict) # {quantization or None: bytes while encoding}, most exact first
     room: float = float("inf") # bytes that it may take
-    stored: str = None # quantization of the model's prequantized copy
-    cached: tuple = () # quantizations, or None, of the cache's entries of this variant and dtype
+    stored: str|None = None # quantization of the model's prequantized copy
+    cached: tuple[str|None, ...] = () # quantizations, or None, of the cache's entries of this variant and dtype
     entries: int = 0 # prompt embeddings in the cache
 
 def cached_kinds(
     identities:dict, # {id: identity} of a cache
     variant:str, # name
     dtype:str, # of the encoders
-    known:Iterable, # names of quantizations
+    known:Iterable[str], # names of quantizations
     only:str|None=None, # `cache.encoder_id`
-) -> tuple: # of names, or None for a text encoder that is not quantized
+) -> tuple[str|None, ...]: # None for a text encoder that is not quantized
     "How the text encoders were quantized that filled a cache."
-    kinds = []
+    kinds: list[str|None] = []
     for name, identity in identities.items():
         if only is not None and name != only:
             continue
@@ -409,7 +427,7 @@ class EncodingFacts:
     free: dict = field(default_factory=dict) # {device: bytes}
 
 def encoding_facts(
-    components, # `EditModel`
+    components:"EditModel",
     devices:dict, # {vae or text_encoder: torch.device or name}
 ) -> EncodingFacts: # the devices alone, if one of them is no CUDA GPU
     "The facts of encoders on these devices now."

@@ -11,7 +11,7 @@ __all__ = ['MOST_AT_ONCE', 'LARGE', 'PUBLISHED', 'PredictionFacts', 'prediction_
 # %% ../../nbs/planning/00c_parts.ipynb #16684ea5
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 
@@ -27,6 +27,10 @@ from .facts import (
     DecodingFacts, EncodingFacts, Gpu, Machine, TextEncoderFacts, cached_kinds)
 from .memory import MemoryQuery, parameters, weight_bytes
 
+if TYPE_CHECKING:
+    from qie_nb.cache import EmbeddingCacheManager
+    from qie_nb.devices.edit_model import EditModel
+
 # %% ../../nbs/planning/00c_parts.ipynb #3bedd9c8
 @dataclass(frozen=True)
 class PredictionFacts:
@@ -37,7 +41,7 @@ class PredictionFacts:
     work: dict = field(default_factory=work_bytes) # {component: bytes beside its weights}
     wanted: dict = field(default_factory=dict) # {component: its device, if it is not open}
     fixed: dict = field(default_factory=dict) # {component: why it cannot leave its device}
-    quantized: tuple = () # components
+    quantized: tuple[str, ...] = () # components
     trained: bool = False # does an optimizer hold the transformer's parameters?
     streamed: bool = False # `model.text_encoder_offload`
 
@@ -60,7 +64,7 @@ def _fixed_parts(components) -> dict: # {component: why}
     return out
 
 def prediction_facts(
-    components, # `EditModel`; nothing is built or moved
+    components:"EditModel", # nothing is built or moved
     device:str, # the main one
     wanted:dict, # {component: device} that the user set
     area:int, # pixels of the control images
@@ -85,7 +89,9 @@ def prediction_facts(
     known = {main, "cpu", *wanted.values(), *loaded.values()}
     if main != "cpu" and not running and alone:
         known |= {f"cuda:{n}" for n in range(torch.cuda.device_count())}
-    free = {d: free_device_bytes(d) + sum(sizes[n] for n in loaded if loaded[n] == d) for d in known}
+    free = {device: free_device_bytes(device) for device in known}
+    for part, device in loaded.items():
+        free[device] += sizes[part]
     quantized = tuple(part for part in PARTS if parse_quantization(components.quantize.get(part)))
     work = work_bytes(area, components.dtype.itemsize)
     return PredictionFacts(sizes, free, main, work, wanted, fixed, quantized, trained, streamed)
@@ -105,7 +111,7 @@ def _assigned(facts:PredictionFacts) -> dict: # {component: device}
     "The main device; encoders that do not fit there get another GPU."
     at = {part: facts.wanted.get(part) or facts.main for part in PARTS}
 
-    def fits(device, *more):
+    def fits(device:str, *more:str) -> bool:
         "Do the components of a device fit it, with one more?"
         parts = [part for part in PARTS if at[part] == device]
         return facts.needed([*parts, *more]) <= SHARE * facts.free[device]
@@ -114,7 +120,7 @@ def _assigned(facts:PredictionFacts) -> dict: # {component: device}
             continue
         others = [d for d in facts.free if d.startswith("cuda") and d != facts.main and fits(d, part)]
         if others:
-            at[part] = max(others, key=facts.free.get)
+            at[part] = max(others, key=facts.free.__getitem__)
     return at
 
 # %% ../../nbs/planning/00c_parts.ipynb #76e9e358
@@ -164,7 +170,8 @@ def _whole_parts(offload:str, facts:PredictionFacts) -> dict: # {component: why}
 
 def _placed(part:str, at:dict, offload:str, facts:PredictionFacts, whole:dict) -> DeviceChoice:
     "Where one component computes."
-    device, asked = at[part], bool(facts.wanted.get(part))
+    device = at[part]
+    asked = bool(facts.wanted.get(part))
     reasons = ["`predict.devices` says so"] if asked else []
     use = Use("stay", "" if asked else "there is no GPU")
     if device != "cpu":
@@ -174,9 +181,11 @@ def _placed(part:str, at:dict, offload:str, facts:PredictionFacts, whole:dict) -
         else:
             use = _use_as_asked(part, offload, facts, whole)
     if not use.how and not asked and part != "transformer":
-        device, use = "cpu", Use("stay", f"{use.why}: it computes on the CPU, slowly")
+        device = "cpu"
+        use = Use("stay", f"{use.why}: it computes on the CPU, slowly")
     elif not use.how:
-        use = Use("stay", f"{use.why}; it will probably run out of memory: quantize it further, or use cpu")
+        remedy = "it will probably run out of memory: quantize it further, or use cpu"
+        use = Use("stay", f"{use.why}; {remedy}")
     if use.why:
         reasons.append(use.why)
     return DeviceChoice(device, use.how, "; ".join(reasons), facts.sizes[part])
@@ -186,7 +195,8 @@ def choose_placement(
     facts:PredictionFacts,
 ) -> Placement: # raises ValueError for settings that exclude each other
     "Where each component computes in a prediction, and whether it stays there."
-    whole, at = _whole_parts(offload, facts), _assigned(facts)
+    whole = _whole_parts(offload, facts)
+    at = _assigned(facts)
     choices = {part: _placed(part, at, offload, facts, whole) for part in PARTS}
     if facts.streamed:
         why = "`model.text_encoder_offload` says so"
@@ -196,7 +206,7 @@ def choose_placement(
 # %% ../../nbs/planning/00c_parts.ipynb #7e5c0d02
 _TEXT = "model.text_encoder_quantize"
 
-def _kind_name(kind:str) -> str: # kind: a quantization, or None
+def _kind_name(kind:str|None) -> str: # kind: a quantization, or None
     "A kind of text encoder in a sentence."
     return kind or "a plain text encoder"
 
@@ -218,11 +228,16 @@ def _most_exact(facts:TextEncoderFacts) -> Choice:
             return Choice(kind, why, _TEXT)
     return Choice(kind, f"the smallest; none fits {facts.room / 1e9:.1f} GB", _TEXT)
 
+@overload
+def choose_text_encoder_quantize(wanted:object, offload:bool, facts:TextEncoderFacts) -> Choice: ...
+@overload
+def choose_text_encoder_quantize(
+    wanted:object, offload:bool=False, facts:TextEncoderFacts|None=None) -> Choice|None: ...
 def choose_text_encoder_quantize(
     wanted:object, # `model.text_encoder_quantize`
     offload:bool=False, # `model.text_encoder_offload`
     facts:TextEncoderFacts|None=None, # None: not known yet
-) -> Choice: # a name, or None; None: the facts decide
+) -> Choice|None: # a name, or None; None: the facts decide
     "How the text encoder is quantized."
     kind = None if wanted == AUTO else parse_quantization(wanted)
     if kind:
@@ -243,9 +258,9 @@ def choose_text_encoder_quantize(
 MOST_AT_ONCE = 4
 
 def choose_encode_batch(
-    wanted:object, # `cache.batch_size`: number or auto
+    wanted:int|str, # `cache.batch_size`: number or auto
     facts:EncodingFacts|None=None, # None: not known
-) -> Choice: # number; None: the memory decides
+) -> Choice|None: # number; None: the memory decides
     "How many images or prompts are encoded at once."
     setting = "cache.batch_size"
     if wanted != AUTO:
@@ -256,7 +271,8 @@ def choose_encode_batch(
     others = sorted(d for d in devices if not d.startswith("cuda"))
     if others:
         return Choice(1, f"nothing is gained on {', '.join(others)}", setting)
-    counts, left = [], []
+    counts = []
+    left = []
     for device in devices:
         here = [part for part, its in facts.devices.items() if its == device]
         beside = facts.free[device] - sum(facts.weights[part] for part in here)
@@ -290,7 +306,7 @@ def choose_decoder(
     return Choice("cpu", f"too large: {compared}", setting, warning=warning)
 
 # %% ../../nbs/planning/00c_parts.ipynb #3a7e0e02
-def precisions() -> tuple: # of quantizations, or None
+def precisions() -> tuple[str|None, ...]: # of quantizations, or None
     "The kinds of text encoder to choose from, the most exact first."
     return None, advised("8 bits without float8"), advised("4 bits")
 
@@ -326,11 +342,11 @@ def encoder_room(
 LARGE = 1e9 # bytes of weights, from which a text encoder is counted like the published one
 
 def text_encoder_facts(
-    components:object, # `EditModel`
+    components:"EditModel",
     config:Config,
     machine:Machine,
     plan:Plan, # as far as it is made
-    cache:object=None, # `EmbeddingCacheManager`
+    cache:"EmbeddingCacheManager|None"=None,
 ) -> TextEncoderFacts:
     "What decides the text encoder's quantization, read once."
     device = plan.text_encoder_device.value
@@ -346,11 +362,16 @@ def text_encoder_facts(
         sizes = {None: 0}
     stored = components.quantize.get("text_encoder")
     found = TextEncoderFacts(sizes, encoder_room(machine, device), stored)
-    identities = cache.identities() if cache is not None else {}
-    cached = cached_kinds(identities, components.variant.name, plan.dtype.value, QUANTIZATIONS, config.cache.encoder_id)
+    if cache is None:
+        return found
+    only = config.cache.encoder_id
+    cached = cached_kinds(
+        cache.identities(), components.variant.name, plan.dtype.value, QUANTIZATIONS, only)
     if not cached:
         return found
-    entries = sum(1 for layer in cache.layers for _ in layer.entries("prompt_embed"))
+    entries = 0
+    for layer in cache.layers:
+        entries += len(list(layer.entries("prompt_embed")))
     return replace(found, cached=cached, entries=entries)
 
 # %% ../../nbs/planning/00c_parts.ipynb #a208acef
@@ -365,9 +386,9 @@ def ways_to_save_encoding(
     text = weights["text_encoder"] / 1e9
     vae = weights["vae"] / 1e9
     image = work_bytes(config.data.image_size[0] * config.data.image_size[1])["vae"] / 1e9
-    several = cache.batch_size
-    if several == AUTO:
-        several = MOST_AT_ONCE if machine.gpus else 1
+    several = MOST_AT_ONCE if machine.gpus else 1
+    if cache.batch_size != AUTO:
+        several = cache.batch_size
     out = []
     if several > 1:
         out.append(Change("cache.batch_size", 1, saved=image * (several - 1)))
@@ -387,9 +408,11 @@ def ways_to_save_encoding(
 PUBLISHED = ENCODERS | dict(transformer=40.9e9) # bytes in bfloat16
 
 def _gb(n:float) -> str: # bytes
+    "Bytes as a sentence has them."
     return f"{n / 1e9:.1f} GB"
 
-def _encoders(q, kind:str|None=None) -> dict: # bytes; `kind`: text encoder's quantization
+def _encoders(q:MemoryQuery, kind:str|None=None) -> dict: # bytes
+    "The memory of the published encoders; `kind`: the text encoder's quantization."
     scale = q.base_bytes / 2
     return dict(text=text_encoder_bytes(None, q.base_bytes), vae=PUBLISHED["vae"] * scale,
                 quantized=text_encoder_bytes(kind, q.base_bytes),
@@ -411,56 +434,65 @@ def text_encoder_choice(
     sizes = encoding_bytes(area, q.base_bytes)
     if gpu.count > 1: # the VAE may be on another
         sizes[None] = encoding_bytes(area, q.base_bytes, with_vae=False)[None]
-    return choose_text_encoder_quantize(wanted, offload, TextEncoderFacts(sizes, room_of(gpu)))
+    facts = TextEncoderFacts(sizes, room_of(gpu))
+    return choose_text_encoder_quantize(wanted, offload, facts)
 
 def encoder_settings(
     q:MemoryQuery,
-    gpu:Gpu, # or None
-    config, # its own settings for the encoders are kept
+    gpu:Gpu|None,
+    config:Config, # its own settings for the encoders are kept
 ) -> dict: # {section: {key: value}}
     "The settings that make precompute fit a GPU, for a model of the published size."
-    m, out = config.model, {}
-    if not gpu or is_tiny(q): return out
+    m = config.model
+    out: dict[str, dict] = {}
+    if not gpu or is_tiny(q):
+        return out
     wanted = m.text_encoder_quantize
     is_open = wanted == AUTO or parse_quantization(wanted) is None
     choice = text_encoder_choice(q, gpu, AUTO if is_open else wanted, m.text_encoder_offload)
-    e, limit = _encoders(q, choice.value), room_of(gpu)
-    text, work = 0 if m.text_encoder_offload else e["quantized"], e["work"]
+    e = _encoders(q, choice.value)
+    work = e["work"]
+    text = 0 if m.text_encoder_offload else e["quantized"]
     if choice.value and is_open and wanted != AUTO:
         out["model"] = dict(text_encoder_quantize=AUTO)
     total = text + e["vae"] + max(work["vae"], work["text_encoder"])
-    if total > limit and config.cache.vae_encoder_device == AUTO:
+    if total > room_of(gpu) and config.cache.vae_encoder_device == AUTO:
         out["cache"] = dict(vae_encoder_device="cuda:1" if gpu.count > 1 else "cpu")
     return out
 
 # %% ../../nbs/planning/00c_parts.ipynb #0a76d018
+def _smaller_text_encoder(q:MemoryQuery, gpu:Gpu) -> str:
+    "The settings that make the text encoder smaller."
+    kind = text_encoder_choice(q, gpu).value
+    setting = AUTO
+    if kind is None: # it fits alone, with the VAE on another GPU
+        kind = setting = advised("4 bits")
+    size = text_encoder_bytes(kind, q.base_bytes)
+    return (f"`model.text_encoder_quantize` {setting} ({kind}, {_gb(size)}), "
+            "or `model.text_encoder_offload` true")
+
 def tasks_of_parts(
     q:MemoryQuery,
-    gpu:Gpu, # or None
-) -> list: # (task, what it needs)
+    gpu:Gpu|None,
+) -> list: # of (task, what it needs)
     "What precompute and prediction load, for a model of the published size."
-    if is_tiny(q): return []
+    if is_tiny(q):
+        return []
     e = _encoders(q)
-    work, total = e["work"], e["text"] + e["vae"] + max(e["work"]["vae"], e["work"]["text_encoder"])
+    work = e["work"]
     text = f"text encoder {_gb(e['text'])}, VAE {_gb(e['vae'])}, working memory {_gb(work['vae'])}"
-    if not gpu: return [("precompute", text)]
+    if not gpu:
+        return [("precompute", text)]
     limit = room_of(gpu)
-    if total > limit:
-        choice = text_encoder_choice(q, gpu)
-        kind, setting = choice.value, AUTO
-        if kind is None: # it fits alone, with the VAE on another GPU
-            kind = setting = advised("4 bits")
-        size = text_encoder_bytes(kind, q.base_bytes)
-        text += (f"; too large for {gpu.name}: "
-                 f"set `model.text_encoder_quantize` {setting} ({kind}, {_gb(size)}), "
-                 "or `model.text_encoder_offload` true")
+    if e["text"] + e["vae"] + max(work["vae"], work["text_encoder"]) > limit:
+        text += f"; too large for {gpu.name}: set {_smaller_text_encoder(q, gpu)}"
     whole = replace(q, table=False, block_swap=False, devices=1)
     small = q.table and weight_bytes(whole)[0] + work["transformer"] > limit
     transformer = weight_bytes(replace(whole, table=small))[0]
     sizes = dict(text_encoder=e["text"], vae=e["vae"], transformer=transformer)
     free = {f"cuda:{n}": gpu.free or gpu.bytes for n in range(gpu.count)} | dict(cpu=math.inf)
-    quantized = ["transformer"] * bool(q.quantization)
-    facts = PredictionFacts(sizes, free, "cuda:0", work, quantized=tuple(quantized))
+    quantized = ("transformer",) if q.quantization else ()
+    facts = PredictionFacts(sizes, free, "cuda:0", work, quantized=quantized)
     rows = {}
     for name, part in choose_placement(AUTO, facts).items():
         rows[f"predict: {name}"] = f"{_gb(part.bytes)}, {part.device} {part.how}: {part.why}"

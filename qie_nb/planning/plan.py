@@ -11,7 +11,7 @@ __all__ = ['WAYS', 'PlanFacts', 'named_model', 'memory_once', 'step_query', 'ste
 # %% ../../nbs/planning/03_plan.ipynb #c639d44b
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Config, make_config
 from ..core.choice import Change, Choice, Plan, RunLength
@@ -27,20 +27,25 @@ from .decisions import (
     fits_gpus, host_room, room_of)
 from .disk_space import ENCODERS, model_areas
 from .facts import (
-    DecodingFacts, EncodingFacts, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, TextEncoderFacts, decoding_facts,
+    DecodingFacts, EncodingFacts, Gpu, GpuInfo, Machine, ModelFacts, PairFacts, SoFar, TextEncoderFacts, decoding_facts,
     encoding_facts, facts_of_model, pair_facts, this_machine_facts)
 from .memory import Memory, MemoryQuery, memory_of, memory_query, model_facts, parameters
 from .parts import (
     choose_decoder, choose_encode_batch, choose_text_encoder_quantize, text_encoder_facts, ways_to_save_encoding)
 from ..training.optimizers.known import advised_optimizer
 
+if TYPE_CHECKING:
+    from qie_nb.cache import EmbeddingCacheManager
+    from qie_nb.data.samples import Sample
+    from qie_nb.devices.edit_model import EditModel
+
 # %% ../../nbs/planning/03_plan.ipynb #8dfc2d30
 class PlanFacts(NamedTuple):
     "All that a plan is made from."
     config:Config
     machine:Machine
-    model:ModelFacts = None # None: not known yet
-    pairs:PairFacts = None # None: not counted yet
+    model:ModelFacts|None = None # None: not known yet
+    pairs:PairFacts|None = None # None: not counted yet
     so_far:SoFar = SoFar() # what the run knows of itself
 
 def named_model(config:Config) -> ModelFacts:
@@ -75,7 +80,8 @@ def step_memory(
     facts:PlanFacts,
 ) -> Memory:
     "The memory of a training step with a plan."
-    query = step_query(facts.config, facts.model, plan)
+    model = facts.model or named_model(facts.config)
+    query = step_query(facts.config, model, plan)
     return memory_once(replace(query, processes=plan.processes.value))
 
 # %% ../../nbs/planning/03_plan.ipynb #5e2e5467
@@ -87,7 +93,9 @@ def make_plan(
     so_far:SoFar=SoFar(),
 ) -> Plan:
     "Every decision about a run that can be made with these facts."
-    t, m, cache = config.train, config.model, config.cache
+    t = config.train
+    m = config.model
+    cache = config.cache
     device = choose_main_device(config, machine, so_far, model)
     gpu = machine.gpu(device.value)
     sharded = choose_sharded(t.distributed, machine)
@@ -134,7 +142,10 @@ def samples_per_step(
     "The samples of an optimizer step, of all processes."
     return config.data.batch_size * config.train.gradient_accumulation_steps * processes
 
-def expected_steps(config:Config, length:Choice) -> int: # None: not known
+def expected_steps(
+    config:Config,
+    length:Choice|None, # of `choose_length`
+) -> int|None: # None: not known
     "The steps of a run, before the processes and the batches of an epoch are known."
     if length is None:
         return None
@@ -160,24 +171,26 @@ def choose_main_device(
 # %% ../../nbs/planning/03_plan.ipynb #5e2e5468
 def expected_decoding(
     memory:Memory, # of a training step
-    gpu:GpuInfo, # or `Gpu`
+    gpu:GpuInfo|Gpu,
     device:str, # its name
     config:Config,
 ) -> DecodingFacts:
     "The facts of decoding an evaluation's images, before anything is loaded."
-    data, base_bytes = config.data, memory.query.base_bytes
+    data = config.data
+    base_bytes = memory.query.base_bytes
     pixels = data.image_size[0] * data.image_size[1]
     if config.train.test_image_dir: # styles have the size of control images
         pixels = max(pixels, memory.query.control * 256)
     weights = ENCODERS["vae"] * base_bytes / 2
     available = gpu.bytes if gpu.free is None else gpu.free
-    return DecodingFacts(device_name(device), weights + work_bytes(pixels, base_bytes)["vae"], available - memory.kept)
+    needed = weights + work_bytes(pixels, base_bytes)["vae"]
+    return DecodingFacts(device_name(device), needed, available - memory.kept)
 
 # %% ../../nbs/planning/03_plan.ipynb #723aa0df
 def processes_for(
     config:Config,
     machine:Machine,
-    model:ModelFacts,
+    model:ModelFacts|None, # None: not known yet
     so_far:SoFar,
     plan:Plan, # all but the number of processes
 ) -> Choice:
@@ -189,14 +202,20 @@ def processes_for(
     memory = memory_once(replace(step_query(config, model, plan), processes=found.value))
     return choose_processes(config.train, machine, so_far, memory.total, memory.host)
 
-def without_gpu(vae:Choice, text:Choice) -> EncodingFacts: # None: the memory has to be read
+def without_gpu(
+    vae:Choice, # where the VAE encodes
+    text:Choice, # where the text encoder does
+) -> EncodingFacts|None: # None: the memory has to be read
     "The facts of encoders of which one is not on a CUDA GPU."
     devices = dict(vae=vae.value, text_encoder=text.value)
     if all(name.startswith("cuda") for name in devices.values()):
         return None
     return EncodingFacts(devices)
 
-def expected_obstacle(config:Config, products:Choice) -> str:
+def expected_obstacle(
+    config:Config,
+    products:Choice, # of `choose_products`
+) -> str: # "" if none is known
     "Why blocks will not be compiled, before the transformer is loaded."
     if products.value == SCALED:
         return "products are scaled into float16 (`train.mixed_precision` fp16)"
@@ -220,7 +239,7 @@ def compile_choice(
 def checkpointing_choice(
     config:Config,
     machine:Machine,
-    model:ModelFacts,
+    model:ModelFacts|None, # None: not known yet
     so_far:SoFar,
     plan:Plan, # recomputing as it is set
 ) -> Choice:
@@ -265,13 +284,16 @@ def fits_machine(
     return fits_gpus(memory.total, rooms, memory.query.devices * n, memory.host * n, host)
 
 # %% ../../nbs/planning/03_plan.ipynb #bc149588
-def smaller_settings(config:Config) -> list: # of `Change`
+def smaller_settings(config:Config) -> list[Change]:
     "Settings that may make a step smaller, in the order to try."
-    d, m, t = config.data, config.model, config.train
-    full, four = t.gradient_checkpointing is True, advised("4 bits")
+    d = config.data
+    m = config.model
+    t = config.train
+    full = t.gradient_checkpointing is True
+    four = advised("4 bits")
     out = []
 
-    def offer(setting, value, note=""):
+    def offer(setting:str, value:object, note:str=""):
         "One more."
         out.append(Change(setting, value, note))
     if not t.gradient_checkpointing:
@@ -308,7 +330,7 @@ def changed(
     config = facts.config.model_copy(deep=True)
     so_far = facts.so_far
     *sections, name = change.setting.split(".")
-    section = config
+    section: object = config
     for part in sections:
         section = getattr(section, part)
     setattr(section, name, change.value)
@@ -318,13 +340,13 @@ def changed(
 
 def ways_to_save(
     facts:PlanFacts,
-) -> list: # of `Change`
+) -> list[Change]:
     "The settings that make a step smaller, in the order to try, one for each name."
-    def size(facts): # GB
+    def size(facts:PlanFacts) -> float: # GB
         "What a step takes."
         return step_memory(make_plan(*facts), facts).total / 1e9
     now = size(facts)
-    out = {}
+    out: dict[str, Change] = {}
     for change in smaller_settings(facts.config):
         saved = now - size(changed(facts, change))
         if saved > 0:
@@ -334,7 +356,7 @@ def ways_to_save(
 def smaller(
     plan:Plan,
     facts:PlanFacts, # from which the run's first plan was made
-) -> Plan: # None: nothing is left to try
+) -> Plan|None: # None: nothing is left to try
     "The next plan to try after out-of-memory."
     for change in plan.changes:
         facts = changed(facts, change)
@@ -347,22 +369,23 @@ def smaller(
 def first_that_fits(
     plan:Plan,
     facts:PlanFacts,
-) -> Plan: # None: nothing fits
+) -> Plan|None: # None: nothing fits
     "The plan itself, or the first of the smaller ones that fits the machine."
+    found: Plan|None = plan
     now = facts
-    while plan is not None and not fits_machine(plan, now):
-        plan = smaller(plan, facts)
+    while found is not None and not fits_machine(found, now):
+        found = smaller(found, facts)
         now = facts
-        for change in plan.changes if plan else ():
+        for change in found.changes if found else ():
             now = changed(now, change)
-    return plan
+    return found
 
 # %% ../../nbs/planning/03_plan.ipynb #ec9b540a
 def encode_batch(
-    wanted:object, # `cache.batch_size`
-    components, # `EditModel`
+    wanted:int|str, # `cache.batch_size`
+    components:"EditModel",
     devices:dict, # {vae or text_encoder: its device}
-) -> Choice:
+) -> Choice|None:
     "How many samples are encoded at once, with the memory that is free now."
     return choose_encode_batch(wanted, encoding_facts(components, devices))
 
@@ -371,33 +394,43 @@ WAYS = 3 # settings that an out-of-memory error names
 class Planner:
     "Makes the plan of a run from what is known at that moment."
     def __init__(self,
-        config:Config|None=None, # or a nested dict
+        config:Config|dict|None=None,
         device:str="", # the main one, if it is given instead of chosen
     ):
         self.config = make_config(config)
         self.so_far = SoFar(device)
-        self.components = None # `EditModel`, once it is made
-        self.pairs = self._model = None # `PairFacts` and `ModelFacts`
+        self.components: EditModel|None = None # once it is made
+        self.pairs: PairFacts|None = None # once they are counted
+        self._model: ModelFacts|None = None
 
-    def learn(self, **facts:object): # fields of `SoFar`
+    def learn(self, **facts:Any): # fields of `SoFar`
         "Note what has become known of the run."
         self.so_far = replace(self.so_far, **facts)
 
     encode_batch = staticmethod(encode_batch) # for an `Encoder`, also on another machine
 
+    def _loaded(self) -> "EditModel":
+        "The model. Raises RuntimeError before it is made."
+        if self.components is None:
+            raise RuntimeError("the planner has no model yet")
+        return self.components
+
     def see_text_encoder(self,
-        cache:object=None, # `EmbeddingCacheManager`
+        cache:"EmbeddingCacheManager|None"=None,
     ):
         "Choose the text encoder's quantization from the model's files and the cache."
-        stored = self.components.quantize.get("text_encoder")
+        components = self._loaded()
+        stored = components.quantize.get("text_encoder")
         self.learn(text_encoder=TextEncoderFacts(stored=stored))
         if self.config.model.text_encoder_quantize == AUTO and not stored:
             machine = this_machine_facts()
-            self.learn(text_encoder=text_encoder_facts(self.components, self.config, machine, self.plan, cache))
-        self.components.set_quantization("text_encoder", self.plan.text_encoder_quantize.value)
+            facts = text_encoder_facts(components, self.config, machine, self.plan, cache)
+            self.learn(text_encoder=facts)
+        chosen = self.plan.text_encoder_quantize
+        components.set_quantization("text_encoder", chosen.value)
 
     def see_pairs(self,
-        samples:list, # of `Sample`
+        samples:"list[Sample]",
     ):
         "Count the pairs."
         self.pairs = pair_facts(samples)
@@ -414,10 +447,10 @@ class Planner:
         pixels:int, # of the largest image
     ):
         "Look at the memory for an evaluation's images."
-        self.learn(decoding=decoding_facts(self.components, device, pixels))
+        self.learn(decoding=decoding_facts(self._loaded(), device, pixels))
 
     @property
-    def model(self) -> ModelFacts: # None: not known yet
+    def model(self) -> ModelFacts|None: # None: not known yet
         "The facts of the model; its files are read once."
         if self._model is None and self.components is not None:
             self._model = facts_of_model(self.components)
@@ -443,7 +476,7 @@ class Planner:
         if not (plan.vae_device.asked and plan.text_encoder_device.asked):
             plan.device.checked()
 
-    def ways_to_train(self) -> list: # of `Change`
+    def ways_to_train(self) -> list[Change]:
         "What an out-of-memory error in training names."
         facts = self.facts
         if facts.model is None:
@@ -452,7 +485,7 @@ class Planner:
 
     def ways_to_encode(self,
         weights:dict, # {vae or text_encoder: bytes}
-    ) -> list: # of `Change`
+    ) -> list[Change]:
         "What an out-of-memory error in encoding names."
         chosen = self.plan.text_encoder_quantize
         quantized = chosen.value if chosen else None

@@ -7,20 +7,39 @@ __all__ = ['RunAttributes']
 
 # %% ../../nbs/training/11_attributes.ipynb #a77e0003
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..data.dataset import ImageDataset
 from .step import EMA
 
+if TYPE_CHECKING:
+    from qie_nb.devices.edit_model import EditModel
+    from qie_nb.devices.placement import Placement
+    from qie_nb.models.modulation import ModulationTable
+    from qie_nb.planning.plan import Planner
+    from qie_nb.predict import Predictor
+    from qie_nb.training.callbacks import RunState
+    from qie_nb.training.resume import RunResume
+    from qie_nb.training.run_adapters import RunAdapters
+    from qie_nb.training.run_data import RunData
+
 # %% ../../nbs/training/11_attributes.ipynb #a77e0005
 class RunAttributes:
     "The attributes of a trainer that belong to its parts."
+    components: "EditModel"
+    planner: "Planner"
+    data: "RunData"
+    adapters: "RunAdapters"
+    checkpoints: "RunResume"
+    predictor: "Predictor"
+    state: "RunState"
 
     # --- the model's components: None if not loaded
 
     @property
-    def vae(self):
+    def vae(self) -> Any:
         "The VAE; None if it is not loaded."
         return self.components.loaded.get("vae")
     @vae.setter
@@ -28,7 +47,7 @@ class RunAttributes:
         self.components.adopt("vae", component)
 
     @property
-    def qwen_vl(self):
+    def qwen_vl(self) -> Any:
         "The text encoder, Qwen2.5-VL; None if it is not loaded."
         return self.components.loaded.get("text_encoder")
     @qwen_vl.setter
@@ -36,7 +55,7 @@ class RunAttributes:
         self.components.adopt("text_encoder", component)
 
     @property
-    def transformer(self):
+    def transformer(self) -> Any:
         "The transformer, with its adapters; None if it is not loaded."
         self.components.finish_postponed()
         return self.components.loaded.get("transformer")
@@ -45,7 +64,7 @@ class RunAttributes:
         self.components.adopt("transformer", component)
 
     @property
-    def tokenizer(self):
+    def tokenizer(self) -> Any:
         "The tokenizer; None if it is not loaded."
         return self.components.loaded.get("tokenizer")
     @tokenizer.setter
@@ -53,7 +72,7 @@ class RunAttributes:
         self.components.adopt("tokenizer", component)
 
     @property
-    def processor(self):
+    def processor(self) -> Any:
         "The processor of images and prompts; None if it is not loaded."
         return self.components.loaded.get("processor")
     @processor.setter
@@ -61,7 +80,7 @@ class RunAttributes:
         self.components.adopt("processor", component)
 
     @property
-    def scheduler(self):
+    def scheduler(self) -> Any:
         "The scheduler, with the model's config; None if it is not loaded."
         return self.components.loaded.get("scheduler")
     @scheduler.setter
@@ -79,7 +98,7 @@ class RunAttributes:
         self.planner.learn(quantize=self.components.quantize["transformer"] or "none")
 
     @property
-    def modulation_table(self):
+    def modulation_table(self) -> "ModulationTable|None":
         "The transformer's `ModulationTable`, or None."
         return self.components.modulation_table
 
@@ -110,7 +129,7 @@ class RunAttributes:
         self.data.cache_exist = value
 
     @property
-    def vae_device(self):
+    def vae_device(self) -> torch.device:
         "Where the VAE encodes."
         return self.data.vae_device
     @vae_device.setter
@@ -118,7 +137,7 @@ class RunAttributes:
         self.data.vae_device = value
 
     @property
-    def text_device(self):
+    def text_device(self) -> torch.device:
         "Where the text encoder encodes."
         return self.data.text_device
     @text_device.setter
@@ -126,7 +145,7 @@ class RunAttributes:
         self.data.text_device = value
 
     @property
-    def samples(self) -> list:
+    def samples(self) -> list|None:
         "The samples that are trained on; None before `make_loader`."
         return self.data.samples
     @samples.setter
@@ -134,16 +153,16 @@ class RunAttributes:
         self.data.samples = value
 
     @property
-    def held_out(self) -> ImageDataset:
-        "The held-out pairs, or None."
+    def held_out(self) -> ImageDataset|None:
+        "The held-out pairs; None without them."
         return self.data.validation
     @held_out.setter
     def held_out(self, value):
         self.data.validation = value
 
     @property
-    def ema(self) -> EMA:
-        "The running mean of the trained adapter, or None."
+    def ema(self) -> EMA|None:
+        "The running mean of the trained adapter; None without `train.ema_decay`."
         return self.adapters.ema
     @ema.setter
     def ema(self, value):
@@ -160,7 +179,7 @@ class RunAttributes:
         return self.adapters.origin
 
     @property
-    def placement(self):
+    def placement(self) -> "Placement|None":
         "The `Placement` of the last plan to predict, or None."
         return self.predictor.placement
     @placement.setter
@@ -184,15 +203,15 @@ class RunAttributes:
         self.predictor.devices = value
 
     @property
-    def resumed_from(self) -> Path:
-        "The folder of the checkpoint that this run continues, or None."
+    def resumed_from(self) -> Path|None:
+        "The folder of the checkpoint that this run continues; None for a new run."
         return self.checkpoints.resumed_from
     @resumed_from.setter
     def resumed_from(self, value):
         self.checkpoints.resumed_from = value
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> Any: # `torch.optim.Optimizer`
         "The optimizer of the adapter; None before `configure_optimizers`."
         return self.state.optimizer
     @optimizer.setter

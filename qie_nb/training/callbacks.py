@@ -8,11 +8,18 @@ __all__ = ['EvalImage', 'EvalWork', 'RunPosition', 'RunResults', 'RunRequests', 
 
 # %% ../../nbs/training/00_callbacks.ipynb #cdffb84d
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import Config
 from ..core.choice import RunLength
+
+if TYPE_CHECKING:
+    import torch
+    from qie_nb.planning.plan import Planner
+    from qie_nb.trainer import QwenImageEditTrainer
 
 # %% ../../nbs/training/00_callbacks.ipynb #f21998bc
 @dataclass(frozen=True)
@@ -20,10 +27,10 @@ class EvalImage:
     "An image of an evaluation."
     name: str
     caption: str
-    file: object      # path
+    file: str|Path
     shown: tuple = () # control, and target if there is one: uint8 [H, W, 3]
-    error: float = None # from the target, see `image_error`
-    drift: dict = None # {name: number}, see `qie_nb.evaluation.eval_images`
+    error: float|None = None # from the target, see `image_error`
+    drift: dict|None = None # {name: number}, see `qie_nb.evaluation.eval_images`
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199801
 @dataclass
@@ -31,11 +38,11 @@ class EvalWork:
     "The evaluation that is running."
     what: str            # e.g. final evaluation: 2 images x 12 steps
     passes: int          # of the transformer, planned
-    pace: float = None   # seconds per pass of an earlier evaluation
+    pace: float|None = None # seconds per pass of an earlier evaluation
     done: int = 0        # passes
     began: float = field(default_factory=time.time)
 
-    def seconds_left(self) -> float: # None if it is not known yet
+    def seconds_left(self) -> float|None: # None if it is not known yet
         "Seconds until it ends, from the pace so far or that of an earlier one."
         pace = (time.time() - self.began) / self.done if self.done > 2 else self.pace
         return pace and max(0, self.passes - self.done) * pace
@@ -49,7 +56,7 @@ class RunPosition:
     global_step: int = 0     # completed optimizer steps
     skipped: int = 0         # steps without a finite loss, when last read
     pending: str = ""        # an evaluation to repeat on resume
-    best: tuple = None       # lowest (held-out loss, checkpoint); no name: before the first step
+    best: tuple[float, str]|None = None # lowest (held-out loss, checkpoint); no name: before the first step
     whole: bool = True       # False between an update and its counting
     epoch_ended: bool = False # did the last step end an epoch?
     num_epochs: int = 1      # planned
@@ -93,12 +100,12 @@ class RunPosition:
 @dataclass
 class RunResults:
     "What the last step and the last evaluation gave."
-    loss: object = None      # of the last step, a 0-dim tensor; on the device until it is logged
-    grad_norm: object = None # before clipping; as `loss`
+    loss: "torch.Tensor|float|None" = None # of the last step, a 0-dim tensor; on the device until it is logged
+    grad_norm: "torch.Tensor|float|None" = None # before clipping; as `loss`
     lr: float = 0.
     metrics: dict = field(default_factory=dict) # to log with the next row
-    eval_images: list = None # `EvalImage`s of this step, or None
-    work: EvalWork = None    # the evaluation that is running
+    eval_images: list[EvalImage]|None = None # of this step
+    work: EvalWork|None = None # the evaluation that is running
     advice: str = ""         # of the last evaluation; empty if there is nothing to change
     evaluated: str = ""      # the last evaluation in one line
     evaluations: list = field(default_factory=list) # each with its intervals, see `rows_of`
@@ -109,17 +116,17 @@ class RunRequests:
     stop: str = ""           # why the run ends; empty while it continues
     suspect: bool = False    # ended by losses that are not finite?
     sample_now: bool = False # edit the evaluation images after the next step?
-    poll: Callable = None    # called often in evaluations, so that requests are heard
+    poll: Callable|None = None # called often in evaluations, so that requests are heard
 
 @dataclass
 class RunClock:
     "How long a run has taken, without pauses between two `fit`s."
-    began: float = None      # time.time() of the last `fit`
-    ended: float = None      # of its end
+    began: float|None = None # time.time() of the last `fit`
+    ended: float|None = None # of its end
     spent: float = 0.        # seconds of earlier `fit`s
     eval_seconds: float = 0. # in evaluations of this `fit`
     eval_cost: float = 0.    # seconds of the last evaluation
-    save_seconds: float = None # longest save so far
+    save_seconds: float|None = None # longest save so far
 
     @property
     def seconds(self) -> float:
@@ -129,7 +136,8 @@ class RunClock:
 
     def start_clock(self):
         "Begin a `fit`."
-        if self.ended: self.spent = self.seconds
+        if self.ended:
+            self.spent = self.seconds
         self.began = time.time()
         self.ended = None
         self.eval_seconds = 0.
@@ -137,8 +145,8 @@ class RunClock:
 # %% ../../nbs/training/00_callbacks.ipynb #f2199808
 class PrintedOnce:
     "Prints each message once."
-    def __init__(self):
-        self.texts = set()
+    def __init__(self) -> None:
+        self.texts: set[str] = set()
 
     def first(self, text:str) -> bool:
         "Is this the first call with this text?"
@@ -157,10 +165,10 @@ class PrintedOnce:
 class RunState(RunPosition, RunResults, RunRequests, RunClock):
     "Position, last results, requests and clock of a run, with what its parts share."
     running: bool = False    # within `fit`?
-    optimizer: object = None # of the adapter
+    optimizer: "torch.optim.Optimizer|None" = None # of the adapter
     process: int = 0         # number of this process
     processes: int = 1       # that train together
-    places: list = None      # of the batch's samples in its step, see `StepBatches.places`
+    places: list|None = None # of the batch's samples in its step, see `StepBatches.places`
     printed: PrintedOnce = field(default_factory=PrintedOnce)
 
     @property
@@ -178,7 +186,8 @@ class RunState(RunPosition, RunResults, RunRequests, RunClock):
     def advance(self, batches:int, per_epoch:int):
         "Count a step; the last one ends the run."
         self.count_step(batches, per_epoch)
-        if self.global_step >= self.max_steps: self.stop = "done"
+        if self.global_step >= self.max_steps:
+            self.stop = "done"
 
     def set_lengths(self,
         length:RunLength,
@@ -216,21 +225,39 @@ class RunState(RunPosition, RunResults, RunRequests, RunClock):
 class Callback:
     "Override the methods you need; each receives the trainer."
     opens_early = False # call `on_train_begin` also before an evaluation that comes before the first step?
-    def prepare(self, trainer): pass # before the transformer is loaded
-    def on_train_begin(self, trainer): pass
-    def on_step_end(self, trainer): pass
-    def on_epoch_end(self, trainer): pass
-    def on_train_end(self, trainer): pass
+
+    def prepare(self, trainer:"QwenImageEditTrainer"):
+        "Before the transformer is loaded."
+
+    def on_train_begin(self, trainer:"QwenImageEditTrainer"):
+        "Before the first step of a `fit`."
+
+    def on_step_end(self, trainer:"QwenImageEditTrainer"):
+        "After each optimizer step."
+
+    def on_epoch_end(self, trainer:"QwenImageEditTrainer"):
+        "After the last step of an epoch."
+
+    def on_train_end(self, trainer:"QwenImageEditTrainer"):
+        "After the last step of a `fit`, also if it was interrupted or failed."
 
 class UnloadEncodersCallback(Callback):
-    def on_epoch_end(self, trainer): trainer.data.unload_encoders()
+    "Gives back the encoders' memory once an epoch has filled the cache."
+    def on_epoch_end(self, trainer:"QwenImageEditTrainer"):
+        "Unload the encoders if the cache holds what they encode."
+        trainer.data.unload_encoders()
 
 # %% ../../nbs/training/00_callbacks.ipynb #ff442f01
-def call(callbacks, event:str, trainer):
+def call(
+    callbacks:Iterable[Callback],
+    event:str, # name of the method
+    trainer:"QwenImageEditTrainer",
+):
     "Call every callback; an error in `on_train_end` is raised after all of them ran."
     failed = None
     for c in callbacks:
-        try: getattr(c, event)(trainer)
+        try:
+            getattr(c, event)(trainer)
         except BaseException as e: # also an interrupt: the others still give back what they hold
             if event != "on_train_end": raise
             failed = failed or e
@@ -239,7 +266,7 @@ def call(callbacks, event:str, trainer):
 # %% ../../nbs/training/00_callbacks.ipynb #6eafc6e5
 def own_planner(
     config:Config,
-    device:str, # the main one
+    device:object, # the main one: torch.device or name
 ) -> "Planner":
     "A planner for a part that has no trainer."
     from qie_nb.planning.plan import Planner
@@ -248,8 +275,9 @@ def own_planner(
 # %% ../../nbs/training/00_callbacks.ipynb #9e6117f4
 def due(
     state:RunState,
-    epochs:int=0, steps:int|None=None, # intervals
+    epochs:int=0, # interval
+    steps:int|None=None, # another
 ) -> bool:
     "Does an interval end with the last step?"
-    by_step = bool(steps) and state.global_step % steps == 0
+    by_step = steps is not None and steps > 0 and state.global_step % steps == 0
     return by_step or (state.epoch_ended and bool(epochs) and state.epoch % epochs == 0)

@@ -9,46 +9,67 @@ __all__ = ['FORMAT', 'split_state', 'join_state', 'SaveOrder', 'save_order', 'ch
 
 # %% ../../nbs/training/04_checkpoint.ipynb #2166a9dc
 import json, math, os, re, shutil, time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..core.files import file_digest, file_name, write_atomic
 from ..lora.formats import WEIGHT_NAME, find_lora, lora_info
-from .callbacks import Callback, due
+from .callbacks import Callback, RunState, due
 from .stopping import is_broken, read_nonfinite
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
 
 FORMAT = 2 # of a checkpoint
 
 # %% ../../nbs/training/04_checkpoint.ipynb #5a457d5c
-def split_state(state:dict) -> tuple: # ({"3.exp_avg": tensor}, JSON-ready rest)
-    tensors, values = {}, {}
-    def put(name, held):
+def split_state(
+    state:dict, # of an optimizer
+) -> tuple[dict, dict]: # ({"3.exp_avg": tensor}, JSON-ready rest)
+    "An optimizer's state as tensors and plain values, which are written to two files."
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, object] = {}
+
+    def put(name:object, held:dict):
+        "Add what a parameter has, also in dictionaries below it."
         for k, v in held.items():
-            if isinstance(v, dict): put(f"{name}.{k}", v)
-            # safetensors refuses shared memory
-            elif torch.is_tensor(v): tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous()
-            else: values[f"{name}.{k}"] = v
-    for i, s in state["state"].items(): put(i, s)
+            if isinstance(v, dict):
+                put(f"{name}.{k}", v)
+            elif torch.is_tensor(v): # safetensors refuses shared memory
+                tensors[f"{name}.{k}"] = v.detach().to("cpu", copy=True).contiguous()
+            else:
+                values[f"{name}.{k}"] = v
+    for i, s in state["state"].items():
+        put(i, s)
     return tensors, dict(param_groups=state["param_groups"], values=values)
 
 # %% ../../nbs/training/04_checkpoint.ipynb #5a457d01
+def _joined_group(group:dict) -> dict:
+    "A parameter group as the optimizer had it: JSON has no tuples."
+    out = {}
+    for key, value in group.items():
+        out[key] = tuple(value) if isinstance(value, list) and key != "params" else value
+    return out
+
 def join_state(tensors:dict, rest:dict) -> dict: # for `optimizer.load_state_dict`
     "The inverse of `split_state`."
-    state = {}
+    state: dict[int, dict] = {}
     for name, v in {**tensors, **rest["values"]}.items():
         i, *path, k = name.split(".")
         held = state.setdefault(int(i), {})
-        for part in path: held = held.setdefault(part, {})
+        for part in path:
+            held = held.setdefault(part, {})
         held[k] = v
-    groups = [{k: tuple(v) if isinstance(v, list) and k != "params" else v for k, v in g.items()}
-              for g in rest["param_groups"]]
-    return dict(state=state, param_groups=groups)
+    return dict(state=state, param_groups=list(map(_joined_group, rest["param_groups"])))
 
 # %% ../../nbs/training/04_checkpoint.ipynb #2b8fbd8a
-def _folders(root) -> list: # complete or not; a kill can leave names with a dot
-    name, root = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)"), Path(root)
+def _folders(root:str|Path) -> list[Path]:
+    "The checkpoints, complete or not; a kill can leave names with a dot."
+    name = re.compile(r"(epoch|step)_\d+|\.(epoch|step)_\d+\.(partial|old)")
+    root = Path(root)
     return [d for d in root.iterdir() if name.fullmatch(d.name) and d.is_dir()] if root.is_dir() else []
 
 class SaveOrder(NamedTuple):
@@ -57,6 +78,7 @@ class SaveOrder(NamedTuple):
     written: float = 0.  # seconds since 1970
 
 def save_order(folder:Path) -> SaveOrder: # zeros if `read_checkpoint` will refuse it
+    "What a checkpoint is ordered by."
     try:
         state = json.loads((folder/"state.json").read_text())
         return SaveOrder(int(state.get("saves") or 0), float(state.get("written") or 0))
@@ -64,13 +86,18 @@ def save_order(folder:Path) -> SaveOrder: # zeros if `read_checkpoint` will refu
         return SaveOrder()
 
 # %% ../../nbs/training/04_checkpoint.ipynb #61cae4b2
-def checkpoint_name(epoch:int, global_step:int, by_epoch:bool=True) -> str: # epoch_0005, or step_00000500
+def checkpoint_name(
+    epoch:int,
+    global_step:int,
+    by_epoch:bool=True, # was it saved at the end of an epoch?
+) -> str:
+    "A checkpoint's folder: epoch_0005, or step_00000500."
     return f"epoch_{epoch:04d}" if by_epoch else f"step_{global_step:08d}"
 
 # %% ../../nbs/training/04_checkpoint.ipynb #affb1781
 def write_checkpoint(
-    folder, # replaced if it exists
-    save_adapter, # function that writes the adapter to a folder
+    folder:str|Path, # replaced if it exists
+    save_adapter:Callable[[Path], object], # writes the adapter to a folder
     optimizer:dict, # `optimizer.state_dict()`
     state:dict, # JSON-ready; `saves`: how often this run was saved before, elsewhere too
     rng:torch.Tensor|None=None, # torch's generator state
@@ -78,22 +105,30 @@ def write_checkpoint(
     "Write a checkpoint, `COMPLETE` last; then `latest` beside it names this one."
     from safetensors.torch import save
     folder = Path(folder)
-    new, old = folder.with_name(f".{folder.name}.partial"), folder.with_name(f".{folder.name}.old")
-    for d in (new, old) if folder.exists() else (new,): shutil.rmtree(d, ignore_errors=True)
+    new = folder.with_name(f".{folder.name}.partial")
+    old = folder.with_name(f".{folder.name}.old")
+    for d in (new, old) if folder.exists() else (new,):
+        shutil.rmtree(d, ignore_errors=True)
     new.mkdir(parents=True)
-    put = lambda name, data: write_atomic(new/name, json.dumps(data, indent=1).encode())
+
+    def put(name:str, data:object):
+        "Write a JSON file."
+        write_atomic(new/name, json.dumps(data, indent=1).encode())
     tensors, rest = split_state(optimizer)
-    if rng is not None: tensors["rng"] = rng
+    if rng is not None:
+        tensors["rng"] = rng
     save_adapter(new)
     write_atomic(new/"optimizer.safetensors", save(tensors))
     saves = 1 + max([state.get("saves") or 0, *(save_order(d).saves for d in _folders(folder.parent))])
     put("state.json", {**state, "saves": saves, "written": time.time(), "optimizer": rest})
     put("COMPLETE", {p.name: file_digest(p) for p in sorted(new.iterdir())})
-    if folder.exists(): os.rename(folder, old)
+    if folder.exists():
+        os.rename(folder, old)
     os.rename(new, folder)
     write_atomic(folder.parent/"latest", folder.name.encode())
     best = (state.get("best") or [None, ""])[1]
-    if best and (folder.parent/best).is_dir(): write_atomic(folder.parent/"best", best.encode())
+    if best and (folder.parent/best).is_dir():
+        write_atomic(folder.parent/"best", best.encode())
     shutil.rmtree(old, ignore_errors=True)
     return folder
 
@@ -105,48 +140,66 @@ def has_digest(path: Path, digest: str) -> bool:
     except FileNotFoundError:
         return False
 
-def is_complete(folder) -> bool:
+def is_complete(folder:str|Path) -> bool:
     "Are all files there with the digests that `COMPLETE` lists?"
     folder = Path(folder)
-    try: wanted = json.loads((folder/"COMPLETE").read_text())
-    except (OSError, ValueError, RecursionError): return False
+    try:
+        wanted = json.loads((folder/"COMPLETE").read_text())
+    except (OSError, ValueError, RecursionError):
+        return False
     if not isinstance(wanted, dict) or "state.json" not in wanted: return False
     own = all(Path(n).name == n for n in wanted) # no other folder's files
     return own and all(has_digest(folder/name, digest) for name, digest in wanted.items())
 
-def named_checkpoint(root, file:str) -> Path: # file: latest or best; None if it does not exist
+def named_checkpoint(
+    root:str|Path, # folder of checkpoints
+    file:str, # latest or best
+) -> Path|None: # None if there is no such file
     "The checkpoint that a text file beside it names; never a path that leaves the folder."
-    file = Path(root)/file
-    return file.parent/Path(file.read_text().strip()).name if file.is_file() else None
+    path = Path(root)/file
+    return path.parent/Path(path.read_text().strip()).name if path.is_file() else None
 
-def complete_checkpoints(root) -> list: # of folders
+def complete_checkpoints(
+    root:str|Path, # folder of checkpoints
+) -> list[Path]:
     "Complete checkpoints, oldest first."
     return sorted(filter(is_complete, _folders(root)), key=save_order)
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1b61dd93
+def _names(root:str|Path) -> str:
+    "The complete checkpoints, for a message."
+    return ", ".join(folder.name for folder in complete_checkpoints(root)) or "none"
+
+def _latest(root:Path, asked:str) -> Path:
+    "The newest complete checkpoint. Raises FileNotFoundError if there is none."
+    named = named_checkpoint(root, "latest")
+    if named and is_complete(named): return named
+    found = complete_checkpoints(root)
+    if found: return found[-1]
+    raise FileNotFoundError(f"{asked}: no complete checkpoint in {str(root)!r}; start without it")
+
 def find_checkpoint(
-    which, # folder, latest, auto, or an older name like checkpoints/epoch_0050.pt
-    root="checkpoints", # where latest and auto look
-) -> Path: # None for auto if there is no checkpoint
+    which:str|Path|None, # folder, latest, auto, or an older name like checkpoints/epoch_0050.pt
+    root:str|Path="checkpoints", # where latest and auto look
+) -> Path|None: # None for auto if there is no checkpoint
     "A checkpoint's folder. Raises FileNotFoundError or ValueError."
-    if which == "auto": which = "latest" if complete_checkpoints(root) else None
+    if which == "auto":
+        which = "latest" if complete_checkpoints(root) else None
     if which is None: return None
-    asked, path = f"`resume_checkpoint` {str(which)!r}", Path(str(which).removesuffix(".pt")).expanduser()
-    names = lambda folder: ", ".join(d.name for d in complete_checkpoints(folder)) or "none"
+    asked = f"`resume_checkpoint` {str(which)!r}"
+    path = Path(str(which).removesuffix(".pt")).expanduser()
     if path.name == "latest":
-        root = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
-        named = named_checkpoint(root, "latest")
-        if named and is_complete(named): return named
-        if found := complete_checkpoints(root): return found[-1]
-        raise FileNotFoundError(f"{asked}: no complete checkpoint in {str(root)!r}; start without it")
-    if not path.is_dir() and (Path(root)/path.name).is_dir(): path = Path(root)/path.name
+        there = path.parent if path.parent.name and path.parent.is_dir() else Path(root)
+        return _latest(there, asked)
+    if not path.is_dir() and (Path(root)/path.name).is_dir():
+        path = Path(root)/path.name
     bare = path.is_dir() and not any((path/n).is_file() for n in ("state.json", "COMPLETE"))
     if bare or path.suffix == ".safetensors":
         raise ValueError(f"{asked} is a bare LoRA without a training state; "
                          "set `model.lora.pretrained_weight` to start a new run from it")
-    if not path.is_dir(): raise FileNotFoundError(f"{asked} does not exist; complete ones: {names(root)}")
+    if not path.is_dir(): raise FileNotFoundError(f"{asked} does not exist; complete ones: {_names(root)}")
     if is_complete(path): return path
-    raise ValueError(f"{asked} is incomplete or damaged; use latest, or one of {names(path.parent)}")
+    raise ValueError(f"{asked} is incomplete or damaged; use latest, or one of {_names(path.parent)}")
 
 # %% ../../nbs/training/04_checkpoint.ipynb #4cc94c54
 def best_checkpoint(root:Path) -> Path:
@@ -163,7 +216,7 @@ def best_checkpoint(root:Path) -> Path:
 
 def adapter_of(
     trainer:"QwenImageEditTrainer",
-    checkpoint:object, # folder, `latest`, `best`, a LoRA file, or a folder that contains one
+    checkpoint:str|Path, # folder, `latest`, `best`, a LoRA file, or a folder that contains one
 ) -> tuple: # (file, weights: raw or ema, folder name for results)
     "The adapter's file. Raises FileNotFoundError or ValueError."
     root = trainer.checkpoint_root()
@@ -171,7 +224,7 @@ def adapter_of(
         checkpoint = best_checkpoint(root)
     path = Path(checkpoint)
     bare = path.is_file() or path.is_dir() and not (path/"state.json").is_file()
-    folder = path if bare else find_checkpoint(checkpoint, root)
+    folder = path if bare else find_checkpoint(checkpoint, root) or path
     file = folder/"ema.safetensors" if (folder/"ema.safetensors").is_file() else find_lora(folder)
     weights = "ema" if file.name == "ema.safetensors" else lora_info(file).get("weights", "raw")
     own = folder.parent.resolve() == root.resolve()
@@ -180,17 +233,20 @@ def adapter_of(
 
 # %% ../../nbs/training/04_checkpoint.ipynb #5d24ef11
 class SavedRun(NamedTuple):
+    "A checkpoint that was read."
     folder:Path
     state:dict     # of state.json
     optimizer:dict # for `optimizer.load_state_dict`
-    rng:object     # torch's CPU generator state, or None
+    rng:torch.Tensor|None # torch's CPU generator state
 
-def read_checkpoint(folder) -> SavedRun:
+def read_checkpoint(folder:str|Path) -> SavedRun:
+    "Read a checkpoint without its adapter. Raises ValueError if it is damaged or of a newer version."
     from safetensors.torch import load_file
     name = f"checkpoint {str(folder)!r}"
     try:
         state = json.loads((Path(folder)/"state.json").read_text())
-        if (version := state.get("format", 1)) <= FORMAT:
+        version = state.get("format", 1)
+        if version <= FORMAT:
             tensors = load_file(Path(folder)/"optimizer.safetensors")
             rng = tensors.pop("rng", None)
             return SavedRun(Path(folder), state, join_state(tensors, state.pop("optimizer")), rng)
@@ -199,57 +255,85 @@ def read_checkpoint(folder) -> SavedRun:
     raise ValueError(f"{name} has format {version}, and this qie_nb knows up to {FORMAT}; upgrade qie_nb")
 
 # %% ../../nbs/training/04_checkpoint.ipynb #1d528def
-def _remove(folder): # renamed first: a kill may leave half of it
-    old = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.old")
-    if old != folder: shutil.rmtree(old, ignore_errors=True); os.rename(folder, old)
-    old.unlink() if old.is_symlink() else shutil.rmtree(old)
+def _remove(folder:Path):
+    "Delete a checkpoint; it is renamed first, because a kill may leave half of it."
+    old = folder
+    if not folder.name.startswith("."):
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(folder, old)
+    if old.is_symlink():
+        old.unlink()
+    else:
+        shutil.rmtree(old)
 
-def keep_newest(root, n:int) -> list: # names of the removed
+def keep_newest(
+    root:str|Path, # folder of checkpoints
+    n:int,
+) -> list[str]: # names of the removed
     "Remove checkpoints, except the last `n` complete ones and the best."
-    root, found = Path(root), complete_checkpoints(root)
+    root = Path(root)
+    found = complete_checkpoints(root)
     best = named_checkpoint(root, "best")
     kept = [d for d in found if d in found[-n:] or d == best]
     gone = [d for d in _folders(root) if d not in kept and (d in found or d.name.startswith("."))]
-    for d in gone: _remove(d)
-    for p in root.glob(".*.tmp"): p.unlink(missing_ok=True) # of a killed save
+    for d in gone:
+        _remove(d)
+    for p in root.glob(".*.tmp"): # of a killed save
+        p.unlink(missing_ok=True)
     return [d.name for d in gone]
 
 # %% ../../nbs/training/04_checkpoint.ipynb #9e0d7f0c
 class CheckpointCallback(Callback):
     "Saves at intervals, at the best held-out loss, and at the end."
-    def on_train_begin(self, t):
-        self.saved = t.global_step or None
-        self.interval = t.plan.save_interval.value.of(t.state.max_steps)
-        if self.better(t.state) and t.global_step: self.save(t) # by a repeated evaluation
+    def on_train_begin(self, trainer:"QwenImageEditTrainer"):
+        "Take the plan's interval; an evaluation that was repeated may have found the best loss."
+        self.saved: int|None = trainer.global_step or None # the step of the last checkpoint
+        self.interval = trainer.plan.save_interval.value.of(trainer.state.max_steps)
+        if self.better(trainer.state) and trainer.global_step:
+            self.save(trainer)
 
-    def better(self, s) -> bool:
+    def better(self, state:RunState) -> bool:
         "Is the held-out loss the lowest so far? That before the first step counts, and has no checkpoint."
-        loss = s.metrics.get("held_out_loss", math.nan)
-        if not math.isfinite(loss) or s.best is not None and loss >= s.best[0]:
+        loss = state.metrics.get("held_out_loss", math.nan)
+        if not math.isfinite(loss) or state.best is not None and loss >= state.best[0]:
             return False
-        name = checkpoint_name(s.epoch, s.global_step, s.epoch_ended) if s.global_step else ""
-        s.best = (loss, name)
+        name = ""
+        if state.global_step:
+            name = checkpoint_name(state.epoch, state.global_step, state.epoch_ended)
+        state.best = (loss, name)
         return True
 
-    def on_step_end(self, t):
-        if self.better(t.state) | due(t.state, *self.interval): self.save(t)
+    def on_step_end(self, trainer:"QwenImageEditTrainer"):
+        "Save at the best loss and at the end of an interval."
+        better = self.better(trainer.state)
+        if better or due(trainer.state, *self.interval):
+            self.save(trainer)
 
-    def on_train_end(self, t):
-        t.state.ended = time.time()
+    def on_train_end(self, trainer:"QwenImageEditTrainer"):
+        "Save what is not saved yet, if the run ended early or a setting asks for checkpoints."
+        state = trainer.state
+        state.ended = time.time()
         # a signal may set `stop` in one process alone
-        short = t.global_step < t.state.max_steps
-        limited = t.plan.hours.value
-        best = t.state.best
-        unsaved = best is not None and not best[1] # no step is better than before the first one
-        asked = getattr(t, "save_at_end", False) or any(t.plan.save_interval.value)
+        short = trainer.global_step < state.max_steps
+        limited = trainer.plan.hours.value
+        unsaved = state.best is not None and not state.best[1] # no step is better than before the first one
+        asked = getattr(trainer, "save_at_end", False) or any(trainer.plan.save_interval.value)
         wanted = short or unsaved or asked or limited
-        if wanted and t.global_step and self.saved != t.global_step: self.save(t)
-        else: t.prune_checkpoints()
+        if wanted and trainer.global_step and self.saved != trainer.global_step:
+            self.save(trainer)
+        else:
+            trainer.prune_checkpoints()
 
-    def save(self, t):
-        if not t.state.whole: return print("the last step was interrupted half-way, so it is not saved; the "
-                                           "checkpoint before it is kept")
-        if t.finite is not None: read_nonfinite(t)
-        if is_broken(t): return
-        t.save_checkpoint(t.state.epoch, t.global_step, by_epoch=t.state.epoch_ended)
-        self.saved = t.global_step
+    def save(self, trainer:"QwenImageEditTrainer"):
+        "Write a checkpoint, unless the last step was interrupted or the adapter is broken."
+        state = trainer.state
+        if not state.whole:
+            print("the last step was interrupted half-way, so it is not saved; the "
+                  "checkpoint before it is kept")
+            return
+        if trainer.finite is not None:
+            read_nonfinite(trainer)
+        if is_broken(trainer): return
+        trainer.save_checkpoint(state.epoch, trainer.global_step, by_epoch=state.epoch_ended)
+        self.saved = trainer.global_step

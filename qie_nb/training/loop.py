@@ -10,6 +10,7 @@ __all__ = ['accumulate_gradients', 'take_step', 'train', 'raise_if_failed', 'own
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,10 +29,15 @@ from .step import BatchStream, StepBatches
 from .stopping import (
     NonFiniteCounter, StopSignals, TrainingFailed, judge_run, memory_advice, run_context)
 
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 # %% ../../nbs/training/10_loop.ipynb #5f5e2da0
 def accumulate_gradients(trainer:"QwenImageEditTrainer", group:StepBatches) -> torch.Tensor: # 0-dim
     "Backward over a step's batches; the mean loss of their samples, of this process."
-    c, s, n = trainer.config, trainer.state, trainer.accelerator.num_processes
+    c = trainer.config
+    s = trainer.state
+    n = trainer.accelerator.num_processes
     total = None
     for k, (batch, count) in enumerate(zip(group, group.counts)):
         last = k == len(group) - 1 # torch averages over the processes once per step
@@ -40,7 +46,8 @@ def accumulate_gradients(trainer:"QwenImageEditTrainer", group:StepBatches) -> t
         with nullcontext() if last else trainer.accelerator.no_sync(trainer.wrapped or trainer.transformer):
             s.places = group.places(k)
             loss = trainer.training_step(batch)
-            if count * n != group.samples: loss = loss * (count * n / group.samples)
+            if count * n != group.samples:
+                loss = loss * (count * n / group.samples)
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     return total
@@ -76,7 +83,8 @@ def train(trainer:"QwenImageEditTrainer", train_dataloader:Iterable|None=None):
                     trainer.optimizer_step(group)
                     state.advance(group.batches, run.batches)
                     call(run.callbacks, "on_step_end", trainer)
-                    if state.epoch_ended: call(run.callbacks, "on_epoch_end", trainer)
+                    if state.epoch_ended:
+                        call(run.callbacks, "on_epoch_end", trainer)
                     stop = broadcast_stop(trainer.accelerator, state.stop)
                     if stop: break
             state.stop = stop or state.stop
@@ -103,7 +111,8 @@ def own_output(trainer:"QwenImageEditTrainer") -> AbstractContextManager:
 def free_step_memory(trainer:"QwenImageEditTrainer"):
     "Release what a step holds on the device."
     trainer.batch = trainer.state.loss = trainer.state.grad_norm = None
-    if trainer.optimizer is not None: trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.optimizer is not None:
+        trainer.optimizer.zero_grad(set_to_none=True)
 
 # %% ../../nbs/training/10_loop.ipynb #ab53ed29
 def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable|None=None) -> BatchStream:
@@ -121,14 +130,17 @@ def prepare_run(trainer:"QwenImageEditTrainer", train_dataloader:Iterable|None=N
     trainer.predictor.restore_training_placement()
     trainer.components.finish_postponed()
     rollback_torn_step(trainer)
-    if not trainer.started: start_run(trainer, callbacks, fingerprint)
-    if trainer.finite is None: trainer.finite = NonFiniteCounter(trainer.device, s.skipped)
+    if not trainer.started:
+        start_run(trainer, callbacks, fingerprint)
+    if trainer.finite is None:
+        trainer.finite = NonFiniteCounter(trainer.device, s.skipped)
     sampler = getattr(data, "batch_sampler", None)
     batch_size = getattr(sampler, "batch_size", None) or trainer.config.data.batch_size
     length = trainer.planner.length(run.batches * batch_size)
     s.set_lengths(length, run.batches, c.gradient_accumulation_steps, batch_size)
     trainer.configure_schedule()
-    if s.global_step >= s.max_steps: s.stop = "done"
+    if s.global_step >= s.max_steps:
+        s.stop = "done"
     trainer._transformer().train()
     show_plan_once(trainer)
     return run
@@ -159,7 +171,8 @@ def show_plan_once(trainer:"QwenImageEditTrainer"):
 # %% ../../nbs/training/10_loop.ipynb #ab53ed01
 def start_run(trainer:"QwenImageEditTrainer", callbacks:list, fingerprint:dict):
     "Resume from `train.resume_checkpoint`, or add the adapter of a new run."
-    which, checkpoints = trainer.config.train.resume_checkpoint, trainer.checkpoints
+    which = trainer.config.train.resume_checkpoint
+    checkpoints = trainer.checkpoints
     found = which and checkpoints.find(which, fingerprint)
     if not found:
         checkpoints.check_new_run()
@@ -168,12 +181,14 @@ def start_run(trainer:"QwenImageEditTrainer", callbacks:list, fingerprint:dict):
             check_lora(begins_from)
     checkpoints.check_output()
     for callback in callbacks: # encoders have memory before the transformer is loaded
-        if hasattr(callback, "prepare"): callback.prepare(trainer)
+        if hasattr(callback, "prepare"):
+            callback.prepare(trainer)
     if found:
         trainer.resume(found)
     else:
         trainer.set_lora()
-        if trainer.optimizer is None: trainer.configure_optimizers()
+        if trainer.optimizer is None:
+            trainer.configure_optimizers()
     trainer.started = True
 
 def rollback_torn_step(trainer:"QwenImageEditTrainer"):
@@ -193,7 +208,7 @@ def rollback_torn_step(trainer:"QwenImageEditTrainer"):
 # %% ../../nbs/training/10_loop.ipynb #1a5b9932
 def fit_in_processes(
     trainer:"QwenImageEditTrainer",
-    n:int,
+    n:int, # processes
     evaluation:Callable, # makes the callback that evaluates, from a configuration
     panel_of:Callable, # gives the panel of a configuration, or None
 ):

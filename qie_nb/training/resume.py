@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['with_role', 'removed_but_compared', 'plain_default', 'recorded', 'settings_metadata', 'changed_settings',
            'sample_digest', 'todays_facts', 'unset_then', 'diff_runs', 'check_same_run', 'checkpoint_misfit',
-           'RunResume', 'put_back']
+           'put_back', 'RunResume']
 
 # %% ../../nbs/training/05_resume.ipynb #bd1de032
 import hashlib, io, json, os, tempfile, time, uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from fastcore.basics import patch
 
-from ..config import BATCHES_PER_STEP, make_config
+from ..config import BATCHES_PER_STEP, Config, make_config
 from ..core.environment import detect_environment
 from ..core.folder_owner import owned_folders
 from ..core.settings import REMOVED, Role, value_of
@@ -40,6 +40,9 @@ from .run_data import (
     OLDER_EPOCHS, drop_bad_prompts, drop_long_prompts, used_fraction)
 from .stopping import TrainingFailed
 
+if TYPE_CHECKING:
+    from qie_nb.data.samples import Sample
+    from qie_nb.planning.plan import Planner
 
 # %% ../../nbs/training/05_resume.ipynb #e8c688be
 _VERSION_1 = {"data.batch_size x processes": "data.batch_size"} # facts in version 1's checkpoints
@@ -74,13 +77,15 @@ def recorded(
 
 # %% ../../nbs/training/05_resume.ipynb #7ac2e5f8
 def settings_metadata(
-    config, # `Config`
-    dtype:str, # of the base, e.g. bfloat16
-    quantize, # or None
-    batch_size:int, processes:int=1,
+    config:Config,
+    dtype:str|None, # of the base, e.g. bfloat16; None: not known
+    quantize:str|None,
+    batch_size:int|None, # None: not known
+    processes:int=1,
 ) -> dict: # {dotted name: value}
     "The settings that must match in a resumed run, and the facts that stand for some of them."
-    plain, layers = config.model_dump(mode="json"), config.model.lora.target_modules
+    plain = config.model_dump(mode="json")
+    layers = config.model.lora.target_modules
     out = {}
     for s in with_role("must match"):
         used = all(value_of(plain, k) == v for k, v in s.role.only_with.items())
@@ -100,26 +105,33 @@ def changed_settings(was:dict, now:dict) -> str: # "" if nothing changed
     "Changes of the settings that may change."
     changes = []
     for s in with_role("may change"):
-        before, after = recorded(was, s), value_of(now, s.name)
+        before = recorded(was, s)
+        after = value_of(now, s.name)
         open_as_before = after is None and before == _OLDER_DEFAULTS.get(s.name)
         if before != after and not open_as_before:
             changes.append(f"`{s.name}` {before} -> {after}")
     return "; ".join(changes)
 
 # %% ../../nbs/training/05_resume.ipynb #10eb5dd0
-def sample_digest(sample) -> str: # 16 hex digits
+def sample_digest(sample:"Sample") -> str: # 16 hex digits
     "Digest of a sample's images, caption and mask."
     parts = [source_digest(sample.target), *map(source_digest, sample.controls), sample.prompt]
-    if sample.mask: parts.append(source_digest(sample.mask))
+    if sample.mask:
+        parts.append(source_digest(sample.mask))
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 # %% ../../nbs/training/05_resume.ipynb #87b9cd26
-def _data_difference(was, now) -> str:
-    few = lambda ids: ", ".join(map(repr, ids[:3])) + (f" and {len(ids) - 3} more" if len(ids) > 3 else "")
+def _few(ids:list[str]) -> str:
+    "Some ids, for a message."
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return ", ".join(map(repr, ids[:3])) + more
+
+def _data_difference(was:dict, now:dict) -> str: # {id: digest} of the samples
+    "How the pairs of two runs differ."
+    if not was.items() & now.items(): return f"{len(was)} other pairs"
     other = {k for k in was.keys() & now.keys() if was[k] != now[k]}
     found = dict(without=was.keys() - now.keys(), new=now.keys() - was.keys(), changed=other)
-    listed = "; ".join(f"{word} {few(sorted(ids))}" for word, ids in found.items() if ids)
-    if not was.items() & now.items(): return f"{len(was)} other pairs"
+    listed = "; ".join(f"{word} {_few(sorted(ids))}" for word, ids in found.items() if ids)
     return f"pairs: {len(was)} in the checkpoint, {len(now)} now ({listed})"
 
 # %% ../../nbs/training/05_resume.ipynb #87b9cd01
@@ -149,7 +161,7 @@ def diff_runs(was:dict, now:dict) -> list: # one sentence each
     kind = {"-1d": "running", "-3d": "3d"} # how an identity of the encoders ends
     at = [kind.get((fp.get("encoders") or "")[-3:]) for fp in (was, now)]
     if None not in at and at[0] != at[1] and was["encoders"][:-3] == now["encoders"][:-3]:
-        facts[-1] = "positions of image tokens (`model.image_positions`)", *at
+        facts[-1] = ("positions of image tokens (`model.image_positions`)", *at)
     found = [f"{k}: {old} in the checkpoint, {new} now" for k, old, new in facts if old != new]
     if was.get("data") and now.get("data") and was["data"] != now["data"]:
         found.append(_data_difference(was["data"], now["data"]))
@@ -163,27 +175,36 @@ def check_same_run(name:str, was:dict, now:dict, force:bool=False):
         raise ValueError(f"checkpoint {name} belongs to a different run ({found}). To start a new run, "
                          "choose another `train.output_dir`; to continue that run, use its settings and "
                          "pairs, or set `train.force_resume` (--force)")
-    if found: print(f"`train.force_resume`: continuing {name} of a different run ({found})")
+    if found:
+        print(f"`train.force_resume`: continuing {name} of a different run ({found})")
 
 # %% ../../nbs/training/05_resume.ipynb #c6417edc
-def _model_misfit(config, state) -> str:
-    name, was = config.model.pretrained_model_name_or_path, (state.get("run") or {}).get("base")
-    old = value_of(state.get("config"), "model.pretrained_model_name_or_path") or name
+def _model_misfit(config:Config, state:dict) -> str: # "" if it fits; `state`: of a checkpoint
+    "Why a checkpoint belongs to another model."
+    name = config.model.pretrained_model_name_or_path
+    was = (state.get("run") or {}).get("base")
+    old = str(value_of(state.get("config"), "model.pretrained_model_name_or_path") or name)
     other = f"which belongs to a run with another model ({Path(old).name})"
-    if (folder := model_folder(name)).is_dir():
+    folder = model_folder(name)
+    if folder.is_dir():
         m = config.model
         parts = Components(name, variant=m.variant, transformer_file=m.transformer_file)
         now = f"{parts.variant.name} {base_digest(parts.place_of('transformer').parent)}"
         return other if was and was != now else ""
     return other if old != name and not Path(old).is_absolute() else "" # a folder may hold the same model
 
-def _digests(samples) -> dict: return {s.id: sample_digest(s) for s in samples}
+def _digests(samples:"Iterable[Sample]") -> dict[str, str]: # {id: digest}
+    "The digests of samples."
+    return {s.id: sample_digest(s) for s in samples}
 
 # %% ../../nbs/training/05_resume.ipynb #c6417e01
-def _data_misfit(config, was, planner) -> list: # of sentences
+def _data_misfit(config:Config, was:dict, planner:"Planner") -> list[str]: # of sentences
+    "Why a checkpoint belongs to other pairs; images are decoded if something differs."
     if not (was.get("data") and config.data.dataset_path): return []
     c = make_config(config.model_dump() | dict(cache=dict(use_cache=False)))
-    def now():
+
+    def now() -> dict:
+        "The digests of the pairs that would be trained on."
         planner.see_pairs(dataset.samples)
         return _digests(split_held_out(dataset.samples, planner.plan.held_out.value, c.train.seed)[0])
     try:
@@ -196,233 +217,251 @@ def _data_misfit(config, was, planner) -> list: # of sentences
             drop_long_prompts(model, dataset)
             dataset.drop_unreadable() # decodes every image
             return [_data_difference(was["data"], now())] if now() != was["data"] else []
-    except (ValueError, OSError, KeyError): return [] # the doctor reports what is wrong with the data
+    except (ValueError, OSError, KeyError):
+        return [] # the doctor reports what is wrong with the data
 
 # %% ../../nbs/training/05_resume.ipynb #c6417e02
 def checkpoint_misfit(
-    folder, # of a checkpoint
-    config, # `Config` or dict
+    folder:str|Path, # of a checkpoint
+    config:Config|dict,
 ) -> str: # "" if it fits
     "Why a checkpoint belongs to another run, as far as this is known before a model is loaded."
     c = make_config(config)
-    try: state = json.loads((Path(folder)/"state.json").read_text())
-    except (ValueError, OSError): return "whose state.json is damaged"
+    try:
+        state = json.loads((Path(folder)/"state.json").read_text())
+    except (ValueError, OSError):
+        return "whose state.json is damaged"
     if c.train.force_resume: return "" # `fit` continues it whatever it belongs to
-    if why := _model_misfit(c, state): return why
-    was, now = state.get("run") or {}, settings_metadata(c, None, None, c.data.batch_size)
-    several = [BATCHES_PER_STEP] * ("WORLD_SIZE" in os.environ or c.train.num_processes != 1)
+    why = _model_misfit(c, state)
+    if why: return why
+    was = state.get("run") or {}
+    now = settings_metadata(c, None, None, c.data.batch_size)
+    unknown = ["dtype of the base", "model.quantize"]
+    if "WORLD_SIZE" in os.environ or c.train.num_processes != 1:
+        unknown.append(BATCHES_PER_STEP)
     planner = own_planner(c, "cpu")
     planner.learn(held_out_before=used_fraction(state))
     choice = planner.plan.held_out
     if choice is None or not choice.asked: # the pairs decide
-        several.append("train.val_fraction")
-    for k in ("dtype of the base", "model.quantize", *several): del now[k]
+        unknown.append("train.val_fraction")
+    for name in unknown:
+        del now[name]
     found = diff_runs(was, dict(settings=now)) or _data_misfit(c, was, planner)
     return f"which belongs to another run ({'; '.join(found)})" if found else ""
+
+# %% ../../nbs/training/05_resume.ipynb #87e559f7
+@torch.no_grad()
+def put_back(
+    transformer:torch.nn.Module,
+    state:dict, # of a LoRA file
+):
+    "Copy a LoRA file's tensors into the adapter. Raises ValueError for other layers."
+    params = lora.lora_tensors(transformer)
+    odd = sorted(params.keys() ^ state.keys())
+    if odd:
+        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume "
+                         "with its own `model.lora` settings")
+    for name, p in params.items():
+        p.copy_(shard_like(state[name].to(p.device, p.dtype), p))
 
 # %% ../../nbs/training/05_resume.ipynb #d5611bce
 class RunResume:
     "The checkpoints of a run."
-    def __init__(self, components, config=None, state=None, adapters=None):
-        self.components, self.config, self.state = components, make_config(config), state or RunState()
+    def __init__(self,
+        components:EditModel,
+        config:Config|dict|None=None,
+        state:RunState|None=None,
+        adapters:RunAdapters|None=None,
+    ):
+        self.components = components
+        self.config = make_config(config)
+        self.state = state or RunState()
         self.adapters = adapters or RunAdapters(components, self.config, self.state)
-        self.fingerprint = self.resumed_from = None # of `make_fingerprint`; a checkpoint's folder
+        self.fingerprint: dict|None = None # of `make_fingerprint`
+        self.resumed_from: Path|None = None # a checkpoint's folder
         self.run_id = uuid.uuid4().hex # of the run, in all its sessions and folders
         self.saves = 0 # checkpoints that it has written
-        self.owners = [] # `FolderOwner`s, within `fit`
+        self.owners: list = [] # `FolderOwner`s, within `fit`
 
-    def root(self) -> Path: return Path(self.config.train.output_dir)/"checkpoints"
+    def root(self) -> Path:
+        "The folder of the run's checkpoints."
+        return Path(self.config.train.output_dir)/"checkpoints"
 
-# %% ../../nbs/training/05_resume.ipynb #d5611b02
-@patch
-def held_out_share(self:RunResume,
-    held:ImageDataset, # or None
-) -> object: # as `used_fraction` reads it
-    "What auto held out: a share, a number of images, or auto for one image or `train.val_path`."
-    if not held: return 0.0
-    share = self.adapters.data.share
-    return share if share and share != ONE_IMAGE else "auto"
+    def held_out_share(self,
+        held:ImageDataset|None,
+    ) -> object: # as `used_fraction` reads it
+        "What auto held out: a share, a number of images, or auto for one image or `train.val_path`."
+        if not held: return 0.0
+        share = self.adapters.data.share
+        return share if share and share != ONE_IMAGE else "auto"
 
-@patch
-def make_fingerprint(self:RunResume, loader) -> dict: # JSON-ready
-    "What the steps depend on; kept for the checkpoints."
-    parts, dataset = self.components, getattr(loader, "dataset", None)
-    encoders, samples = getattr(dataset, "identity", None) or {}, getattr(dataset, "samples", None)
-    dtype = str(parts.dtype).removeprefix("torch.")
-    if self.components.fp16: dtype += ", products in float16"
-    settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
-                                 getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
-                                 self.state.processes)
-    held = getattr(self.adapters.data, "validation", None)
-    if settings["train.val_fraction"] == "auto":
-        settings["train.val_fraction"] = self.held_out_share(held)
-    # identity pairs follow from the pairs and their share
-    derived = {s.id for s in getattr(self.adapters.data, "identity_pairs", ())}
-    named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
-    self.fingerprint = dict(
-        settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
-        data=None if samples is None else _digests(s for s in samples if s.id not in derived),
-        encoders=" ".join(named) or None)
-    return self.fingerprint
+    def make_fingerprint(self,
+        loader:object, # over an `ImageDataset`, or the user's own
+    ) -> dict: # JSON-ready
+        "What the steps depend on; kept for the checkpoints."
+        parts = self.components
+        dataset = getattr(loader, "dataset", None)
+        encoders = getattr(dataset, "identity", None) or {}
+        samples = getattr(dataset, "samples", None)
+        dtype = str(parts.dtype).removeprefix("torch.")
+        if self.components.fp16:
+            dtype += ", products in float16"
+        settings = settings_metadata(self.config, dtype, parts.quantize.get("transformer"),
+                                     getattr(getattr(loader, "batch_sampler", None), "batch_size", None),
+                                     self.state.processes)
+        held = getattr(self.adapters.data, "validation", None)
+        if settings["train.val_fraction"] == "auto":
+            settings["train.val_fraction"] = self.held_out_share(held)
+        # identity pairs follow from the pairs and their share
+        derived = {s.id for s in getattr(self.adapters.data, "identity_pairs", ())}
+        named = [str(encoders[k]) for k in ("vae", "text_encoder", "template") if k in encoders]
+        self.fingerprint = dict(
+            settings=settings, base=f"{parts.variant.name} {base_digest(parts.folder_of('transformer'))}",
+            data=None if samples is None else _digests(s for s in samples if s.id not in derived),
+            encoders=" ".join(named) or None)
+        return self.fingerprint
 
-# %% ../../nbs/training/05_resume.ipynb #55e92c02
-@patch
-def facts(self:RunResume, epoch:int, global_step:int, skipped:int) -> dict: # of `state.json`
-    s, a = self.state, self.adapters
-    return dict(format=ckpt.FORMAT, run_id=self.run_id, saves=self.saves,
-                global_step=global_step, epoch=epoch, position=s.position,
-                skipped=skipped, seconds=s.seconds, ema_updates=a.ema.n if a.ema else None,
-                pending=s.pending, best=s.best, metrics=dict(s.metrics),
-                config=self.config.model_dump(mode="json"), model=a.metadata(), run=self.fingerprint)
+    def facts(self, epoch:int, global_step:int, skipped:int) -> dict: # of `state.json`
+        "What a checkpoint says of its run."
+        s, a = self.state, self.adapters
+        return dict(format=ckpt.FORMAT, run_id=self.run_id, saves=self.saves,
+                    global_step=global_step, epoch=epoch, position=s.position,
+                    skipped=skipped, seconds=s.seconds, ema_updates=a.ema.n if a.ema else None,
+                    pending=s.pending, best=s.best, metrics=dict(s.metrics),
+                    config=self.config.model_dump(mode="json"), model=a.metadata(), run=self.fingerprint)
 
-# %% ../../nbs/training/05_resume.ipynb #55e92c0f
-@patch
-def save(self:RunResume, epoch:int, global_step:int, by_epoch:bool=True, skipped:int=0) -> Path:
-    "As `QwenImageEditTrainer.save_checkpoint`."
-    began, s, a = time.monotonic(), self.state, self.adapters
-    self.check_owned()
-    if s.optimizer is None:
-        raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
-    broken = a.broken_tensor()
-    if broken:
-        raise TrainingFailed(f"step {global_step} is not saved: {broken}; lower `optimizer.lr` "
-                             f"({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
-    tr, ema, moments = self.components.transformer, a.ema, full_state(s.optimizer.state_dict())
-    weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
-    if ema is not None:
-        with a.ema_weights(): weights.append(("ema.safetensors", "ema", lora.lora_state(tr)))
-    folder = self.root()/ckpt.checkpoint_name(epoch, global_step, by_epoch)
-    if s.is_main:
-        facts = self.facts(epoch, global_step, skipped)
-        def write(to):
-            for file, kind, state in weights:
-                lora.save_lora(tr, to/file, facts["model"] | dict(weights=kind), state=state)
-        ckpt.write_checkpoint(folder, write, moments, facts, torch.get_rng_state())
-        self.saves = ckpt.save_order(folder).saves
-    s.save_seconds = max(s.save_seconds or 0., time.monotonic() - began)
-    return folder
+    def save(self, epoch:int, global_step:int, by_epoch:bool=True, skipped:int=0) -> Path:
+        "As `QwenImageEditTrainer.save_checkpoint`."
+        began = time.monotonic()
+        s = self.state
+        a = self.adapters
+        self.check_owned()
+        if s.optimizer is None:
+            raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
+        broken = a.broken_tensor()
+        if broken:
+            raise TrainingFailed(f"step {global_step} is not saved: {broken}; lower `optimizer.lr` "
+                                 f"({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
+        tr = self.components.transformer
+        ema = a.ema
+        moments = full_state(s.optimizer.state_dict())
+        weights = [(lora.WEIGHT_NAME, "raw", lora.lora_state(tr))]
+        if ema is not None:
+            with a.ema_weights():
+                weights.append(("ema.safetensors", "ema", lora.lora_state(tr)))
+        folder = self.root()/ckpt.checkpoint_name(epoch, global_step, by_epoch)
+        if s.is_main:
+            facts = self.facts(epoch, global_step, skipped)
+            def write(to):
+                for file, kind, state in weights:
+                    lora.save_lora(tr, to/file, facts["model"] | dict(weights=kind), state=state)
+            ckpt.write_checkpoint(folder, write, moments, facts, torch.get_rng_state())
+            self.saves = ckpt.save_order(folder).saves
+        s.save_seconds = max(s.save_seconds or 0., time.monotonic() - began)
+        return folder
 
-# %% ../../nbs/training/05_resume.ipynb #55e92c01
-@patch
-def prune(self:RunResume):
-    if self.state.is_main: ckpt.keep_newest(self.root(), self.config.train.keep_checkpoints)
+    def prune(self):
+        "Remove checkpoints beyond `train.keep_checkpoints`."
+        if self.state.is_main:
+            ckpt.keep_newest(self.root(), self.config.train.keep_checkpoints)
 
-# %% ../../nbs/training/05_resume.ipynb #87e559f7
-@torch.no_grad()
-def put_back(transformer, state:dict):
-    "Copy a LoRA file's tensors into the adapter. Raises ValueError for other layers."
-    params = lora.lora_tensors(transformer)
-    if odd := sorted(params.keys() ^ state.keys()):
-        raise ValueError(f"the checkpoint's adapter has other layers than this one, e.g. {odd[0]}; resume "
-                         "with its own `model.lora` settings")
-    for name, p in params.items(): p.copy_(shard_like(state[name].to(p.device, p.dtype), p))
+    def find(self,
+        which:str|Path, # as in `find_checkpoint`
+        fingerprint:dict|None=None, # to compare
+    ) -> SavedRun|None: # None: auto, and nothing to continue
+        "Find and read a checkpoint. Raises ValueError if it is another run's."
+        folder = ckpt.find_checkpoint(which, self.root())
+        if folder is None: return None # auto, and nothing to continue
+        saved = ckpt.read_checkpoint(folder)
+        was = saved.state.get("run") or {}
+        force = self.config.train.force_resume
+        if fingerprint:
+            check_same_run(saved.folder.name, was, fingerprint, force)
+        return saved
 
-# %% ../../nbs/training/05_resume.ipynb #de7191db
-@patch
-def find(self:RunResume,
-    which, # as in `find_checkpoint`
-    fingerprint:dict|None=None, # to compare
-) -> SavedRun:
-    "Find and read a checkpoint. Raises ValueError if it is another run's."
-    folder = ckpt.find_checkpoint(which, self.root())
-    if folder is None: return None # auto, and nothing to continue
-    saved = ckpt.read_checkpoint(folder)
-    was, force = saved.state.get("run") or {}, self.config.train.force_resume
-    if fingerprint: check_same_run(saved.folder.name, was, fingerprint, force)
-    return saved
+    def last(self) -> str|Path|None: # name or folder
+        "This run's newest checkpoint, else the one it continues."
+        return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
 
-# %% ../../nbs/training/05_resume.ipynb #de719101
-@patch
-def last(self:RunResume): # name or folder, or None
-    "This run's newest checkpoint, else the one it continues."
-    return "latest" if ckpt.complete_checkpoints(self.root()) else self.resumed_from
+    def restore_state(self, saved:SavedRun):
+        "Take the position of a checkpoint, and print what has changed since."
+        s = self.state
+        s.restore(saved.state)
+        self.resumed_from = saved.folder
+        if self.adapters.data is not None:
+            self.adapters.data.continued = saved.folder
+        self.run_id = saved.state.get("run_id") or self.run_id # an older version's has none
+        self.saves = saved.state.get("saves") or 0
+        if not s.is_main: return
+        changed = changed_settings(saved.state["config"], self.config.model_dump(mode="json"))
+        text = f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
+        print(f"{text}; {changed}" if changed else text)
 
-# %% ../../nbs/training/05_resume.ipynb #de719103
-@patch
-def restore_state(self:RunResume, saved:SavedRun):
-    "Take the position of a checkpoint, and print what has changed since."
-    s = self.state
-    s.restore(saved.state)
-    self.resumed_from = saved.folder
-    if self.adapters.data is not None:
-        self.adapters.data.continued = saved.folder
-    self.run_id = saved.state.get("run_id") or self.run_id # an older version's has none
-    self.saves = saved.state.get("saves") or 0
-    if not s.is_main: return
-    changed = changed_settings(saved.state["config"], self.config.model_dump(mode="json"))
-    text = f"resumed from {saved.folder}: {s.global_step} steps, {s.epoch} epochs done"
-    print(f"{text}; {changed}" if changed else text)
+    def restore(self, saved:SavedRun):
+        "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
+        from safetensors.torch import load_file
+        tr = self.components.transformer
+        ema = self.adapters.ema
+        file = saved.folder/"ema.safetensors"
+        if ema is not None and file.is_file():
+            put_back(tr, load_file(file))
+            ema.restart(saved.state.get("ema_updates") or 0)
+        put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
+        known = OPTIMIZERS[self.config.optimizer.name]
+        known.load(self.state.optimizer, sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+        if saved.rng is not None:
+            torch.set_rng_state(saved.rng)
+        self.restore_state(saved)
 
-# %% ../../nbs/training/05_resume.ipynb #de719102
-@patch
-def restore(self:RunResume, saved:SavedRun):
-    "Fill adapter, running mean, optimizer, generator and state from a checkpoint."
-    from safetensors.torch import load_file
-    tr, ema = self.components.transformer, self.adapters.ema
-    if ema is not None and (file := saved.folder/"ema.safetensors").is_file():
-        put_back(tr, load_file(file))
-        ema.restart(saved.state.get("ema_updates") or 0)
-    put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
-    known = OPTIMIZERS[self.config.optimizer.name]
-    known.load(self.state.optimizer, sharded_state(saved.optimizer, lora.lora_parameters(tr)))
-    if saved.rng is not None: torch.set_rng_state(saved.rng)
-    self.restore_state(saved)
+    def check_new_run(self):
+        "Raise ValueError if the output folder has a run."
+        found = ckpt.complete_checkpoints(self.root())
+        if found:
+            raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} holds checkpoints of an "
+                             f"earlier run ({found[-1].name}). To continue it, set `train.resume_checkpoint` "
+                             "to latest; to start a new run, choose another `train.output_dir`")
 
-# %% ../../nbs/training/05_resume.ipynb #5bd9d23a
-@patch
-def check_new_run(self:RunResume):
-    "Raise ValueError if the output folder has a run."
-    if found := ckpt.complete_checkpoints(self.root()):
-        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} holds checkpoints of an "
-                         f"earlier run ({found[-1].name}). To continue it, set `train.resume_checkpoint` "
-                         "to latest; to start a new run, choose another `train.output_dir`")
-
-# %% ../../nbs/training/05_resume.ipynb #5bd9d201
-@patch
-def check_writable(self:RunResume):
-    "Raise ValueError if the output folder cannot be written."
-    root = self.root()
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root): pass
-    except OSError as e:
-        raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written "
-                         f"({e.strerror}); set it to a writable folder") from None
-
-@patch
-def check_output(self:RunResume):
-    "Check that what a run writes can be written and fits on the disk."
-    run_table = self.adapters.run_table
-    self.check_writable()
-    query = memory_query(self.config, run_table.transformer_config(), self.components.dtype.itemsize)
-    data = self.adapters.data # None without a trainer
-    pairs = len(data.samples or ()) if data is not None else 0
-    items = run_items(self.config, query, pairs)
-    if table := sum(run_table.table_bytes()):
-        where = run_table.empty_table().cache.cache_dir
-        items.append(Item("modulation table", table, where, "is not there yet"))
-    DiskPlan(items, detect_environment()).check()
-
-# %% ../../nbs/training/05_resume.ipynb #e4a13be9
-@patch
-@contextmanager
-def own_output(self:RunResume) -> Iterator[None]:
-    "Within, no other run writes to the output folders. Raises ValueError if one does."
-    c = self.config
-    with owned_folders({"train.output_dir": c.train.output_dir, "logging.log_dir": c.logging.log_dir}) as owners:
-        if not any(o.folder == Path(c.train.output_dir) for o in owners):
-            self.check_writable()
-        self.owners = owners
+    def check_writable(self):
+        "Raise ValueError if the output folder cannot be written."
+        root = self.root()
         try:
-            yield
-        finally:
-            self.owners = []
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except OSError as e:
+            raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} cannot be written "
+                             f"({e.strerror}); set it to a writable folder") from None
 
-@patch
-def check_owned(self:RunResume):
-    "Raise ValueError if another run has taken an output folder since this one began."
-    lost = [o for o in self.owners if o.lost]
-    if lost:
-        raise ValueError(f"another run has taken {str(lost[0].folder)!r} while this one stood still, so nothing "
-                         "more is written there; end one of them, and continue with `train.resume_checkpoint` latest")
+    def check_output(self):
+        "Check that what a run writes can be written and fits on the disk."
+        run_table = self.adapters.run_table
+        self.check_writable()
+        query = memory_query(self.config, run_table.transformer_config(), self.components.dtype.itemsize)
+        data = self.adapters.data # None without a trainer
+        pairs = len(data.samples or ()) if data is not None else 0
+        items = run_items(self.config, query, pairs)
+        table = sum(run_table.table_bytes())
+        if table:
+            where = run_table.empty_table().cache.cache_dir
+            items.append(Item("modulation table", table, where, "is not there yet"))
+        DiskPlan(items, detect_environment()).check()
 
+    @contextmanager
+    def own_output(self) -> Iterator[None]:
+        "Within, no other run writes to the output folders. Raises ValueError if one does."
+        c = self.config
+        with owned_folders({"train.output_dir": c.train.output_dir, "logging.log_dir": c.logging.log_dir}) as owners:
+            if not any(o.folder == Path(c.train.output_dir) for o in owners):
+                self.check_writable()
+            self.owners = owners
+            try:
+                yield
+            finally:
+                self.owners = []
+
+    def check_owned(self):
+        "Raise ValueError if another run has taken an output folder since this one began."
+        lost = [o for o in self.owners if o.lost]
+        if lost:
+            raise ValueError(f"another run has taken {str(lost[0].folder)!r} while this one stood still, so nothing "
+                             "more is written there; end one of them, and continue with `train.resume_checkpoint` latest")

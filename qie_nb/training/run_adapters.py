@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Config, DataSection, make_config
 from ..core.display import kernel, size_text
@@ -28,6 +28,9 @@ from ..sampling.denoising import SCHEDULES, as_schedule, pick_schedule
 from .callbacks import RunState
 from .run_data import geometry_of
 from .run_table import RunTable
+
+if TYPE_CHECKING:
+    from qie_nb.training.step import EMA
 
 # %% ../../nbs/training/07_run_adapters.ipynb #51fdaaee
 class LoadedLora(NamedTuple):
@@ -93,9 +96,9 @@ class RunAdapters:
         self.state = state or RunState()
         self.run_table = run_table or RunTable(components, self.config, self.state)
         self.loaded = {"default": LoadedLora("default")}
-        self.ema = None # `EMA` of the trained adapter
-        self.data = None # `RunData`, for the model card
-        self.waiting = None # folder of a checkpoint that other processes have trained, until it is loaded
+        self.ema: EMA|None = None # of the trained adapter
+        self.data: Any = None # `RunData`, for the model card
+        self.waiting: Path|None = None # folder of a checkpoint that other processes have trained, until it is loaded
 
     # --- what is in memory
 
@@ -135,7 +138,8 @@ class RunAdapters:
 
     def warn_differences(self):
         "Print if adapters in use were trained at different sizes or on another variant."
-        first, base = None, self.components.variant.name
+        first = None
+        base = self.components.variant.name
         for name, _, info in self.in_use:
             sizes = sizes_in(info)
             if sizes and first is None:
@@ -168,7 +172,8 @@ class RunAdapters:
         except KeyboardInterrupt: # some layers may lack it
             self.components.drop("transformer")
             raise
-        if c.pretrained_weight: self._warn_positions("`model.lora.pretrained_weight`", info)
+        if c.pretrained_weight:
+            self._warn_positions("`model.lora.pretrained_weight`", info)
 
     def load_trained(self, file:str|Path):
         "Load a checkpoint's adapter to train it further."
@@ -213,7 +218,8 @@ class RunAdapters:
         self.components.drop("transformer")
         self.components.load_with_layers()
         wanted = [dict(path=str(a.file), name=a.name, weight=weights.get(a.name, 1.)) for a in others]
-        if wanted: self._load(parse_loras(wanted))
+        if wanted:
+            self._load(parse_loras(wanted))
 
     # --- loading and combining
 
@@ -224,7 +230,8 @@ class RunAdapters:
         wanted = parse_loras(loras)
         files = [lora.check_lora(one.path)[0] for one in wanted] # before the transformer is loaded
         layers = []
-        for file in files: layers += lora.lora_layers(file)
+        for file in files:
+            layers += lora.lora_layers(file)
         self.pick_modulation(training=False, adapters=layers)
         self._load([one._replace(path=file) for one, file in zip(wanted, files)])
         self.warn_differences()
@@ -252,14 +259,17 @@ class RunAdapters:
                 lora.use_loras(tr, {one.name: one.weight for one in wanted})
             except BaseException: # out of memory, or interrupted
                 lora.remove_loras(tr, new)
-                if before: lora.use_loras(tr, {n: w for n, w in before.items() if n in tr.peft_config})
+                if before:
+                    lora.use_loras(tr, {n: w for n, w in before.items() if n in tr.peft_config})
                 raise
-        if trained: self.ema = None
+        if trained:
+            self.ema = None
         self.loaded |= {one.name: LoadedLora(one.name, r.file, r.info) for one, r in zip(wanted, read)}
 
     def load_configured(self):
         "Load `predict.loras` if no adapter is in memory."
-        wanted, there = [one.model_dump() for one in self.config.predict.loras], list(self.in_memory)
+        wanted = [one.model_dump() for one in self.config.predict.loras]
+        there = list(self.in_memory)
         if wanted and not there:
             self.load(wanted)
         elif wanted and not {one.name for one in parse_loras(wanted)} & set(there):
@@ -272,13 +282,15 @@ class RunAdapters:
         "Use these adapters and no others."
         tr = self.components.loaded.get("transformer")
         names = as_list_of_names(names)
-        if not isinstance(weights, (list, tuple)): weights = [1.0 if weights is None else weights] * len(names)
+        if not isinstance(weights, (list, tuple)):
+            weights = [1.0 if weights is None else weights] * len(names)
         if len(names) != len(weights) or len(set(names)) < len(names):
             raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} "
                              f"and {list(weights)}")
         if tr is None and names:
             raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
-        if tr is not None: lora.use_loras(tr, dict(zip(names, weights)))
+        if tr is not None:
+            lora.use_loras(tr, dict(zip(names, weights)))
         self.warn_differences()
 
     def delete(self, names:str|list):
@@ -349,7 +361,9 @@ class RunAdapters:
 
     def metadata(self) -> dict:
         "What a LoRA file says of its run."
-        g, v, name = self.geometry(), self.components.variant, self.components.name
+        g = self.geometry()
+        v = self.components.variant
+        name = self.components.name
         base = Path(name).name
         if v.published_name and Path(name).is_dir(): # folders have private names
             base = v.published_name
@@ -361,7 +375,8 @@ class RunAdapters:
         "What a model card says of its run."
         samples, held = (), None
         if self.data is not None:
-            samples, held = self.data.samples or (), self.data.validation
+            samples = self.data.samples or ()
+            held = self.data.validation
         best = self.state.best[0] if self.state.best and self.state.best[1] else None
         edits = sorted(samples, key=lambda s: not s.controls) # their captions first: the card uses one
         return self.metadata() | dict(
@@ -439,7 +454,8 @@ class RunAdapters:
             comfyui_workflow(facts) # raises before anything is written
         file = self._write(path, info, format, small)
         if file is None: return None
-        if card and file.parent == Path(path) and own_card(file.parent): write_model_card(path, self.card_facts())
+        if card and file.parent == Path(path) and own_card(file.parent):
+            write_model_card(path, self.card_facts())
         which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
         size = size_text(file.stat().st_size)
         print(f"{which} of step {self.state.global_step}: {file} ({size})")
@@ -447,7 +463,8 @@ class RunAdapters:
             files = write_workflow(facts, file)
             print(f"workflow for ComfyUI: {files.ui} (for its HTTP interface: {files.api.name})")
             print("it names the model's files as they are published; choose yours in its nodes")
-        if kernel() is not None: print(NEXT[format])
+        if kernel() is not None:
+            print(NEXT[format])
         return file
 
     def _write(self, path:str|Path, info:dict, format:str, thumbnail:str):
@@ -461,7 +478,8 @@ class RunAdapters:
             raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
                              "or load_lora() first")
         tr = self.components.gathered()
-        with self.ema_weights(): state = lora.lora_state(tr)
+        with self.ema_weights():
+            state = lora.lora_state(tr)
         if not self.state.is_main: return None
         return SavedLora(lora.save_lora(tr, path, self.metadata() | info, format=format, state=state,
                                         thumbnail=thumbnail))
@@ -474,7 +492,8 @@ class RunAdapters:
         "Write LoRA and model card and, if a repository is named, push them to the hub."
         from qie_nb.lora.model_card import push_to_hub
         self.save(folder, card=False)
-        if images is None: images = self._last_images()
+        if images is None:
+            images = self._last_images()
         write_model_card(folder, self.card_facts(), images, *([repo_id] if repo_id else []))
         return push_to_hub(folder, repo_id, private) if repo_id else str(folder)
 

@@ -8,10 +8,11 @@ __all__ = ['OLDER_EPOCHS', 'NEXT_SKIPPED', 'geometry_of', 'keep_older_length', '
 
 # %% ../../nbs/training/06_run_data.ipynb #4bd5c92d
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +36,12 @@ from ..models.variants.base import Variant, variants_for_several
 from .callbacks import own_planner
 from .checkpoint import find_checkpoint
 from .stopping import memory_advice
+
+if TYPE_CHECKING:
+    from qie_nb.data.samples import Sample
+    from qie_nb.encoding.precompute import Report
+    from qie_nb.planning.plan import Planner
+    from qie_nb.training.run_table import RunTable
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6fbc
 def geometry_of(data:DataSection, areas:dict) -> Geometry:
@@ -105,7 +112,8 @@ def with_edit_masks(
     if not known: return given
     out = torch.ones(len(made), 1, *known[0].shape) if given is None else given.clone()
     for n, mask in enumerate(made):
-        if mask is not None: out[n, 0] = mask.float() / 255
+        if mask is not None:
+            out[n, 0] = mask.float() / 255
     return out
 
 # %% ../../nbs/training/06_run_data.ipynb #33112b11
@@ -127,38 +135,40 @@ class RunData:
         components:EditModel,
         config:Config|dict|None=None,
         geometry:Callable|None=None, # function of a `DataSection` or None
-        run_table=None, # `RunTable`; without it precompute makes no table
+        run_table:"RunTable|None"=None, # without it precompute makes no table
         device:str|torch.device="cpu", # of the encoders, unless `cache` names one or there is a planner
-        planner=None, # `Planner` of the run
+        planner:"Planner|None"=None, # of the run
     ):
         self.components = components
         self.config = make_config(config)
         refuse_archive(self.config.data.dataset_path)
         self.run_table = run_table
-        self.geometry, c = geometry or self._own_geometry, self.config.cache
+        self.geometry = geometry or self._own_geometry
+        c = self.config.cache
         self.planner = planner or own_planner(self.config, device)
         plan = self.planner.plan
         self.vae_device = torch.device(plan.vae_device.checked())
         self.text_device = torch.device(plan.text_encoder_device.checked())
-        self.use_cache, self.cache_dir = c.use_cache, c.cache_dir
+        self.use_cache = c.use_cache
+        self.cache_dir = c.cache_dir
         self.cache_exist = c.use_cache and check_cache_exists(c.cache_dir, c.remote_copy_gb)
         # set by `make_loader`
-        self.samples = None # of training
-        self.validation = None # `ImageDataset` of held-out pairs
-        self.share = 0 # that was held out, as `split_held_out` takes it
-        self.held_out_ids = [] # of the training data
-        self.identity_pairs = [] # beside `samples`, of `data.identity_share`
-        self.filler = None # `Encoder` of the cache
+        self.samples: list[Sample]|None = None # of training
+        self.validation: ImageDataset|None = None # of held-out pairs
+        self.share: Any = 0 # that was held out, as `split_held_out` takes it
+        self.held_out_ids: list[str] = [] # of the training data
+        self.identity_pairs: list[Sample] = [] # beside `samples`, of `data.identity_share`
+        self.filler: Encoder|None = None # of the cache
         self.said = "" # printed about the data set
-        self.evaluated = None # the checkpoint's folder, if `evaluate` judges one
-        self.continued = None # the checkpoint's folder, if the trainer has resumed one
-        self.eval_cases = "", [] # what the evaluation images are made of, and their encoded inputs
+        self.evaluated: Path|None = None # the checkpoint's folder, if `evaluate` judges one
+        self.continued: Path|None = None # the checkpoint's folder, if the trainer has resumed one
+        self.eval_cases: tuple[str, list] = ("", []) # what the evaluation images are made of, and their encoded inputs
 
     def _own_geometry(self, data=None):
         "Image sizes of a run without adapters."
         return geometry_of(data or self.config.data, self.components.areas)
 
-    def open_cache(self) -> EmbeddingCacheManager: # None if none is configured
+    def open_cache(self) -> EmbeddingCacheManager|None: # None if none is configured
         "The configured cache."
         if not (self.use_cache and self.cache_dir): return None
         return EmbeddingCacheManager(self.cache_dir, self.config.cache.remote_copy_gb)
@@ -172,31 +182,37 @@ class RunData:
         c, given = self.config, train_dataloader
         dataset = ImageDataset(c) if given is None else getattr(given, "dataset", None)
         if not isinstance(dataset, ImageDataset): return given
-        if dataset.cache is None or not self.use_cache: dataset.cache = self.open_cache()
+        if dataset.cache is None or not self.use_cache:
+            dataset.cache = self.open_cache()
         self.set_geometry_and_identity(dataset)
         self._describe(dataset)
         refuse_keep(dataset.samples, dataset.config.identity_share)
         self.skip_unreadable(dataset)
-        self.filler = self.encoder(dataset.cache)
-        if self.components.has_encoders(): self.filler.report_switches()
-        if self.run_table is not None: self.run_table.cache = dataset.cache
+        filler = self.filler = self.encoder(dataset.cache)
+        if self.components.has_encoders():
+            filler.report_switches()
+        if self.run_table is not None:
+            self.run_table.cache = dataset.cache
         held = self._hold_out(dataset)
         kept = self.identity_data(dataset, held)
         if kept:
             self.skip_unreadable(kept)
         self.identity_pairs = kept.samples if kept else []
         if held or kept:
-            dataset = self.subset(dataset, [*self.samples, *self.identity_pairs])
-        sampler, size = getattr(given, "batch_sampler", None), getattr(given, "batch_size", None)
-        order = dict(batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
-        if isinstance(sampler, BucketBatchSampler): order = {k: getattr(sampler, k) for k in order}
+            dataset = self.subset(dataset, [*(self.samples or ()), *self.identity_pairs])
+        sampler = getattr(given, "batch_sampler", None)
+        size = getattr(given, "batch_size", None)
+        order: dict[str, Any] = dict(batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
+        if isinstance(sampler, BucketBatchSampler):
+            order = {k: getattr(sampler, k) for k in order}
         return loader(dataset, num_workers=getattr(given, "num_workers", 0), **order)
 
     def _describe(self, dataset):
         "Print what was found, once: in `cache_embeddings` or in `fit`."
         said = f"data set: {dataset.found}" if isinstance(dataset.found, Samples) else ""
         marks = dataset.size_marks()
-        if marks: said += f"\nlook at these pairs with sample_viewer: {marks}"
+        if marks:
+            said += f"\nlook at these pairs with sample_viewer: {marks}"
         if said and said != self.said:
             print_first(said.strip())
         self.said = said
@@ -209,21 +225,22 @@ class RunData:
         self.held_out_ids = [s.id for s in held]
         judged = held or self._val_samples()
         self.validation = self.subset(dataset, judged, **_JUDGED) if judged else None
-        if judged and c.train.val_path: self.skip_unreadable(self.validation)
+        if self.validation is not None and c.train.val_path:
+            self.skip_unreadable(self.validation)
         return held
 
     def identity_data(self,
         dataset:ImageDataset, # with the pairs that are held out
-        held_out:list=(), # `Sample`s that are not used
-    ) -> ImageDataset: # or None
+        held_out:"Sequence[Sample]"=(), # samples that are not used
+    ) -> ImageDataset|None: # None without such a share
         "The identity pairs of `data.identity_share`, cached as any pair."
         samples = identity_pairs(dataset.samples, dataset.config.identity_share, self.config.train.seed, held_out)
         return self.subset(dataset, samples) if samples else None
 
     def beside(self,
         dataset:ImageDataset,
-        skipped:list=(), # (id, reason) of its samples that cannot be encoded
-    ) -> list: # of `ImageDataset`
+        skipped:Sequence[tuple[str, str]]=(), # (id, reason) of its samples that cannot be encoded
+    ) -> list[ImageDataset]:
         "What a run encodes besides its pairs: those of `train.val_path`, identity pairs, `train.samples`."
         broken = dict(skipped)
         whole = [s for s in dataset.samples if s.id not in broken]
@@ -233,7 +250,7 @@ class RunData:
                  self.eval_data()]
         return [data for data in found if data is not None]
 
-    def held_out_share(self, samples:list) -> object: # as `split_held_out`
+    def held_out_share(self, samples:"list[Sample]") -> Any: # as `split_held_out`
         "The plan's choice for these samples and for the checkpoint that is continued or judged."
         c = self.config.train
         before = None
@@ -254,7 +271,7 @@ class RunData:
             self.planner.see_pairs(samples)
         return self.planner.plan.held_out.value
 
-    def _val_samples(self):
+    def _val_samples(self) -> "list[Sample]":
         "The samples of `train.val_path`."
         path = self.config.train.val_path
         if not path: return []
@@ -298,7 +315,7 @@ class RunData:
         found = dataset.problems(reread=False)
         if found: raise CacheEntryError(dataset.problems_text(found))
 
-    def eval_data(self) -> ImageDataset: # or None
+    def eval_data(self) -> ImageDataset|None: # None without `train.samples`
         "The images and prompts of `train.samples`; the first image stands for the target."
         samples = samples_of(self.config.train.samples, self.config.data.trigger_word)
         if not samples: return None
@@ -344,7 +361,8 @@ class RunData:
     def unload_encoders(self):
         "Unload VAE and text encoder if the cache holds what they encode."
         held = self.components.loaded.keys() & {"vae", "text_encoder"}
-        if held and self.filler is not None and self.filler.cache is not None: self.filler.unload()
+        if held and self.filler is not None and self.filler.cache is not None:
+            self.filler.unload()
 
     def encoding(self, enc:Encoder): # a context
         "`memory_advice` that unloads the encoders."
@@ -360,23 +378,26 @@ class RunData:
     def cache_embeddings(self,
         train_dataloader:Iterable|None=None, # over an `ImageDataset`; default the configuration's data
         start_idx:int=0, end_idx:int|None=None, # samples, the last excluded
-        cluster:object=None, # `RayCluster` whose machines encode
-    ): # `Report`
+        cluster:Any=None, # `RayCluster` whose machines encode
+    ) -> "Report":
         "Precompute latents, prompt embeddings and the modulation table into the cache."
         c = self.config
         samples_of(c.train.samples, c.data.trigger_word) # raises for what cannot be encoded later
         dataset = getattr(train_dataloader, "dataset", None) or ImageDataset(self.config)
-        if dataset.cache is None: dataset.cache = self.open_cache()
+        if dataset.cache is None:
+            dataset.cache = self.open_cache()
         if dataset.cache is None:
             raise ValueError("there is no cache to fill; set `cache.use_cache` to true and `cache.cache_dir` "
                              "to a folder")
-        if not dataset.areas: dataset.set_areas(self.components.areas)
+        if not dataset.areas:
+            dataset.set_areas(self.components.areas)
         self.skip_bad_prompts(dataset)
-        enc, whole = self.encoder(dataset.cache), start_idx == 0 and end_idx is None
+        enc = self.encoder(dataset.cache)
+        whole = start_idx == 0 and end_idx is None
         self._describe(dataset)
         refuse_keep(dataset.samples, dataset.config.identity_share)
         with_table = whole and self.run_table is not None
-        table = shard(self.run_table.table_bytes(dataset.cache, dataset)) if with_table else ()
+        table = shard(self.run_table.table_bytes(dataset.cache, dataset)) if with_table else []
         fill = precompute
         if cluster is not None: # `auto` is the worker's device, not the one here
             named = dict(vae_device=c.cache.vae_encoder_device, text_device=c.cache.text_encoder_device)
@@ -388,17 +409,19 @@ class RunData:
                 self.skip_bad_prompts(other)
                 report += fill(other, enc)
         enc.unload()
-        if with_table: self.run_table.cache_table(dataset.cache, dataset)
+        if with_table:
+            self.run_table.cache_table(dataset.cache, dataset)
         return self.made(report, whole)
 
     def made(self,
-        report, # `Report`
+        report:"Report",
         whole:bool=True, # of all samples?
-    ): # `report`
+    ) -> "Report":
         "Note and print what a precompute has made."
         self.cache_exist = True
         report.announce(str(report))
-        if kernel() is not None and whole: print(NEXT_SKIPPED if report.skipped else "next: trainer.fit()")
+        if kernel() is not None and whole:
+            print(NEXT_SKIPPED if report.skipped else "next: trainer.fit()")
         return report
 
     # --- batches and single images
@@ -417,7 +440,8 @@ class RunData:
     def _dataset_of(self, batch, enc):
         "A data set of just a batch's samples."
         dataset = ImageDataset(getattr(batch, "config", None) or self.config, samples=batch["sample"])
-        dataset.cache, dataset.areas = enc.cache, self.components.areas
+        dataset.cache = enc.cache
+        dataset.areas = self.components.areas
         dataset.refresh(enc.identity)
         return dataset
 
@@ -427,7 +451,8 @@ class RunData:
     ) -> dict: # the tensors of `CACHED`
         "Latents, embeddings and edit masks of a batch of images, from the cache if it has them."
         enc = self.filler = self.filler or self.encoder(self.open_cache())
-        if enc.cache is not None: enc.add_identity()
+        if enc.cache is not None:
+            enc.add_identity()
         dataset = self._dataset_of(batch, enc) if "sample" in batch else None
         geometry = self.geometry(getattr(batch, "config", None))
         from_pair = edit_masked(batch, getattr(batch, "config", None) or self.config.data)
@@ -437,16 +462,20 @@ class RunData:
                 prefix = ""
                 if dataset is not None and enc.cache is not None:
                     tensors = encode_sample(enc, dataset, n)
-                    if batch["dropped"][n]: prefix = "empty_"
+                    if batch["dropped"][n]:
+                        prefix = "empty_"
                 else:
-                    if batch["image"][n] is None: images = dataset.images(n)
-                    else: images = dict(image=batch["image"][n], control=as_list(batch["control"][n]))
+                    if batch["image"][n] is None:
+                        images = dataset.images(n)
+                    else:
+                        images = dict(image=batch["image"][n], control=as_list(batch["control"][n]))
                     tensors = encode_uncached(enc, images, prompt, geometry, from_pair[n])
                 masks.append(tensors.get(EDIT_MASK))
                 out.append(dict(pixel_latent=tensors["pixel_latent"], control_latent=controls_of(tensors),
                                 prompt_embed=tensors[prefix + "prompt_embed"]))
         made = stack_tensors(out)
-        if any(from_pair): made["mask"] = with_edit_masks(batch.get("mask"), masks)
+        if any(from_pair):
+            made["mask"] = with_edit_masks(batch.get("mask"), masks)
         return made
 
     def encode_image_embedding(self,
@@ -464,7 +493,8 @@ class RunData:
         device:str|torch.device|None=None,
     ) -> tuple: # ([1, L, D], [1, L] bool)
         "Embedding and mask of a prompt with its control images."
-        g, images = self.geometry(), image if isinstance(image, (list, tuple)) else [image]
+        g = self.geometry()
+        images = image if isinstance(image, (list, tuple)) else [image]
         controls = [crop_to(open_image(i), g.aspect) for i in images]
         embed = encode_prompt(self.encoder(None, None, device), prompt, controls, g)[None]
         return embed, torch.ones(embed.shape[:2], dtype=torch.bool, device=embed.device)

@@ -11,7 +11,9 @@ __all__ = ['FIELDS', 'processes_to_start', 'state_message', 'work_message', 'sma
 import io, os, time
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +27,9 @@ from ..lora.formats import check_lora
 from .callbacks import EvalImage, EvalWork, RunState, call
 from .checkpoint import complete_checkpoints
 from .stopping import StopSignals, logged
+
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00007
 def processes_to_start(
@@ -46,65 +51,104 @@ FIELDS = ("epoch position global_step num_epochs max_steps lr epoch_ended skippe
           "eval_seconds eval_cost pending suspect best save_seconds advice evaluated "
           "evaluations").split()
 
-def state_message(t) -> dict: # JSON-ready
-    s = t.state
-    metrics = {k: float(v) for k, v in s.metrics.items()}
-    out = {k: getattr(s, k) for k in FIELDS} | dict(stop=s.stop, metrics=metrics, work=work_message(s))
-    if s.loss is not None and logged(t): out |= dict(loss=float(s.loss), grad_norm=float(s.grad_norm))
-    out["images"] = s.eval_images and [
-        dict(name=i.name, caption=i.caption, file=str(Path(i.file).absolute()), error=i.error, drift=i.drift,
-             shown=[a.tolist() for a in map(small, i.shown)])
-        for i in s.eval_images]
+def _image_message(image:EvalImage) -> dict: # JSON-ready
+    "An evaluation image with what is shown beside it, small."
+    shown = [small(pixels).tolist() for pixels in image.shown]
+    return dict(name=image.name, caption=image.caption, file=str(Path(image.file).absolute()),
+                error=image.error, drift=image.drift, shown=shown)
+
+def state_message(trainer:"QwenImageEditTrainer") -> dict: # JSON-ready
+    "What the notebook shows of a run: position, last results and evaluation images."
+    s = trainer.state
+    out = {name: getattr(s, name) for name in FIELDS}
+    out["stop"] = s.stop
+    out["metrics"] = {name: float(value) for name, value in s.metrics.items()}
+    out["work"] = work_message(s)
+    if s.loss is not None and logged(trainer):
+        out["loss"] = float(s.loss)
+        out["grad_norm"] = float(s.grad_norm)
+    out["images"] = s.eval_images and list(map(_image_message, s.eval_images))
     return out
 
-def work_message(s): return s.work and dict(vars(s.work))
+def work_message(s:RunState) -> dict|None: # JSON-ready; None: no evaluation is running
+    "The evaluation that is running."
+    return vars(s.work).copy() if s.work else None
 
-def small(image, most=256): # uint8 [H, W, 3]
+def small(
+    image:np.ndarray, # uint8 [H, W, 3]
+    most:int=256, # pixels of the longer side
+) -> np.ndarray: # uint8 [H, W, 3]
+    "An image as small as a panel shows it."
     from PIL import Image
     out = Image.fromarray(image)
     out.thumbnail((most, most))
     return np.asarray(out)
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d0000a
-def take_state(s:RunState, m:dict):
+def _image_of(m:dict) -> EvalImage:
+    "The inverse of `_image_message`."
+    shown = tuple(np.array(pixels, np.uint8) for pixels in m["shown"])
+    return EvalImage(m["name"], m["caption"], m["file"], shown, m["error"], m["drift"])
+
+def take_state(
+    s:RunState,
+    m:dict, # of `state_message`
+):
     "Bring a state up to date."
-    for k in FIELDS: setattr(s, k, m[k])
-    if m["stop"]: s.stop = m["stop"] # else keep what was asked for here, and is not yet heard there
-    s.best, s.metrics = m["best"] and tuple(m["best"]), m["metrics"]
+    for name in FIELDS:
+        setattr(s, name, m[name])
+    if m["stop"]: # else keep what was asked for here, and is not yet heard there
+        s.stop = m["stop"]
+    s.best = m["best"] and tuple(m["best"])
+    s.metrics = m["metrics"]
     s.work = m["work"] and EvalWork(**m["work"])
-    if "loss" in m: s.loss, s.grad_norm = m["loss"], m["grad_norm"]
-    s.eval_images = m["images"] and [
-        EvalImage(i["name"], i["caption"], i["file"], tuple(np.array(a, np.uint8) for a in i["shown"]),
-                  i["error"], i["drift"])
-        for i in m["images"]]
+    if "loss" in m:
+        s.loss = m["loss"]
+        s.grad_norm = m["grad_norm"]
+    s.eval_images = m["images"] and list(map(_image_of, m["images"]))
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d0000e
 class Commands:
     "What the notebook asks of the run, from the moment the run exists."
-    def __init__(self): self.waiting, self.state = [], None
-    def hear(self, text): # in another thread
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+        self.state: RunState|None = None
+
+    def hear(self, text:str): # text: sample, gone, or why the run is to end
+        "Take a command; called in another thread."
         self.waiting.append(text)
-        if self.state is not None: self.follow(self.state)
-    def follow(self, state):
+        if self.state is not None:
+            self.follow(self.state)
+
+    def follow(self, state:RunState):
+        "Hand over what was asked for, to this state from now on."
         self.state = state
         while self.waiting:
-            text = self.waiting.pop(0)
-            if text == "sample": state.sample_now = True
-            else: state.stop = state.stop or ("the notebook has ended" if text == "gone" else text)
+            asked = self.waiting.pop(0)
+            if asked == "sample":
+                state.sample_now = True
+            else:
+                state.stop = state.stop or ("the notebook has ended" if asked == "gone" else asked)
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00012
 def start_processes(
     job:dict, # JSON-ready
-    n:int,
+    n:int, # processes
 ) -> Processes:
     "Start processes that do a job of `fit` or `cache_embeddings`."
     return Processes(str(PROVIDED["started process"]), job, n)
 
-def job_config(trainer, **train) -> dict:
+def job_config(
+    trainer:"QwenImageEditTrainer",
+    **train:object, # settings of the section `train`
+) -> dict: # JSON-ready
     "The configuration of the started processes, with what was set on the trainer."
-    c, d = trainer.config.model_copy(deep=True), trainer.data
-    c.cache.use_cache, c.cache.cache_dir, c.model.quantize = d.use_cache, d.cache_dir, trainer.quantize
-    for k, v in (dict(num_processes=1) | train).items(): setattr(c.train, k, v)
+    c = trainer.config.model_copy(deep=True)
+    c.cache.use_cache = trainer.data.use_cache
+    c.cache.cache_dir = trainer.data.cache_dir
+    c.model.quantize = trainer.quantize
+    for name, value in (dict(num_processes=1) | train).items():
+        setattr(c.train, name, value)
     return c.model_dump(mode="json")
 
 def check_run(
@@ -113,8 +157,11 @@ def check_run(
     announce:Callable, # prints what the run will be, from the batches of an epoch
 ):
     "What can fail before the processes start; fills the cache."
-    c, points, loader = trainer.config.train, trainer.checkpoints, trainer.make_loader()
-    if not again and not c.resume_checkpoint: points.check_new_run()
+    c = trainer.config.train
+    points = trainer.checkpoints
+    loader = trainer.make_loader()
+    if not again and not c.resume_checkpoint:
+        points.check_new_run()
     points.check_output()
     announce(trainer, len(loader))
     begins_from = trainer.config.model.lora.pretrained_weight
@@ -127,52 +174,83 @@ def check_run(
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00013
 class Watched:
     "The started run, seen from the notebook."
-    def __init__(self, trainer, processes, panel):
-        self.trainer, self.processes, self.panel = trainer, processes, panel
+    def __init__(self,
+        trainer:"QwenImageEditTrainer",
+        processes:Processes,
+        panel:Any=None, # `TrainingPanel`
+    ):
+        self.trainer = trainer
+        self.processes = processes
+        self.panel = panel
         self.callbacks = [*filter(None, [panel]), *trainer.callbacks]
-        self.asked, self.begun, self.ended = "", False, False
+        self.asked = "" # the last command
+        self.begun = False
+        self.ended = False
 
-    def take(self, m):
+    def take(self, m:dict): # m: a message of the first process
+        "Bring the trainer's state up to date, and call its callbacks."
         s = self.trainer.state
-        if "print" in m: print(m["print"], flush=True)
-        if "work" in m: s.work, s.eval_seconds = m["work"] and EvalWork(**m["work"]), m["eval_seconds"]
+        if "print" in m:
+            print(m["print"], flush=True)
+        if "work" in m:
+            s.work = m["work"] and EvalWork(**m["work"])
+            s.eval_seconds = m["eval_seconds"]
         if "event" not in m: return
-        s.running, self.begun = m["event"] != "on_train_end", True
+        s.running = m["event"] != "on_train_end"
+        self.begun = True
         self.ended = not s.running
         take_state(s, m["state"])
-        if self.panel: self.panel.memory = m.get("memory", "")
+        if self.panel:
+            self.panel.memory = m.get("memory", "")
         call(self.callbacks, m["event"], self.trainer)
 
     def pass_on(self):
         "Tell the first process what is asked for here."
         s = self.trainer.state
-        if self.panel and self.begun and not self.ended: self.panel.evaluating()
-        if (stop := s.stop) not in ("", "done", self.asked): self.processes.command(stop)
-        self.asked = stop # read once: a signal may set it meanwhile
-        if s.sample_now: s.sample_now = False; self.processes.command("sample")
+        if self.panel and self.begun and not self.ended:
+            self.panel.evaluating()
+        stop = s.stop # read once: a signal may set it meanwhile
+        if stop not in ("", "done", self.asked):
+            self.processes.command(stop)
+        self.asked = stop
+        if s.sample_now:
+            s.sample_now = False
+            self.processes.command("sample")
 
     def end(self):
+        "Note the end, also of processes that could not say it."
         s = self.trainer.state
-        s.running, s.work, s.ended = False, None, s.ended or time.time()
-        if self.begun and not self.ended: call(self.callbacks, "on_train_end", self.trainer)
+        s.running = False
+        s.work = None
+        s.ended = s.ended or time.time()
+        if self.begun and not self.ended:
+            call(self.callbacks, "on_train_end", self.trainer)
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00014
-def watch(watched:Watched, signals):
+def watch(watched:Watched, signals:StopSignals):
     "Follow the run until its processes have ended."
     try:
         for heard in watched.processes.events():
-            if heard: watched.take(heard[1])
+            if heard:
+                watched.take(heard[1])
             signals.stop_requested_only = watched.begun
             watched.pass_on()
     except KeyboardInterrupt: # the second one: the processes end without a checkpoint
         watched.trainer.state.stop = "interrupted"
         watched.processes.kill()
-    finally: watched.end()
+    finally:
+        watched.end()
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00015
-def train_in_processes(trainer, n:int, panel, again:bool): # panel: `TrainingPanel` or None
+def train_in_processes(
+    trainer:"QwenImageEditTrainer",
+    n:int,
+    panel:Any, # `TrainingPanel` or None
+    again:bool, # does it continue a run of this trainer?
+):
     "Start `n` processes that train, and follow them to the end of the run."
-    c, root = trainer.config, trainer.checkpoint_root()
+    c = trainer.config
+    root = trainer.checkpoint_root()
     samples = n * c.data.batch_size * c.train.gradient_accumulation_steps
     print(f"training in {n} processes, {samples} samples a step (`train.num_processes` 1: one process)")
     resume = dict(resume_checkpoint="latest") if again and complete_checkpoints(root) else {}
@@ -181,60 +259,101 @@ def train_in_processes(trainer, n:int, panel, again:bool): # panel: `TrainingPan
     try:
         with StopSignals(trainer.state) as signals, start_processes(job, n) as processes:
             watch(Watched(trainer, processes, panel), signals)
-    except ProcessEnded as e: raise ProcessEnded(f"{e}. {after_failure(root)}") from None
-    finally: keep_trained(trainer)
+    except ProcessEnded as e:
+        raise ProcessEnded(f"{e}. {after_failure(root)}") from None
+    finally:
+        keep_trained(trainer)
 
-def after_failure(root) -> str:
-    if not (there := complete_checkpoints(root)): return "There is no checkpoint yet; fit() starts again"
+def after_failure(
+    root:Path, # folder of checkpoints
+) -> str:
+    "What is left of a run whose processes have failed, for a message."
+    there = complete_checkpoints(root)
+    if not there: return "There is no checkpoint yet; fit() starts again"
     return f"The checkpoints are intact; fit() continues from {there[-1].name}"
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00016
-def keep_trained(trainer):
+def keep_trained(trainer:"QwenImageEditTrainer"):
     "The newest checkpoint is the trainer's adapter; it is loaded when it is needed."
     there = complete_checkpoints(trainer.checkpoint_root())
     if there:
-        trainer.adapters.load_later(there[-1], lambda: load_trained(trainer))
+        trainer.adapters.load_later(there[-1], partial(load_trained, trainer))
 
-def load_trained(trainer):
+def load_trained(trainer:"QwenImageEditTrainer"):
+    "Load the newest checkpoint; the state keeps what the processes told of the run's end."
     before = dict(vars(trainer.state))
-    with redirect_stdout(io.StringIO()): trainer.resume("latest")
+    with redirect_stdout(io.StringIO()):
+        trainer.resume("latest")
     if before["global_step"] == trainer.global_step: # else the processes failed after the checkpoint
         vars(trainer.state).update({k: v for k, v in before.items() if k != "optimizer"})
 
 # %% ../../nbs/training/09_run_processes.ipynb #b7d00018
-def sum_reports(reports) -> Report: # of processes that shared the work on the same samples
-    "What all processes did together."
-    first, add = reports[0], lambda k: sum(r[k] for r in reports)
-    each = lambda k: [*dict.fromkeys(tuple(x) for r in reports for x in r[k])]
-    skipped, bad = each("skipped"), each("bad")
-    encoded = add("encoded")
-    return Report(first["samples"], encoded, first["samples"] - encoded - len(skipped), 0, add("tensors"),
-                  add("bytes"), max(r["seconds"] for r in reports), skipped, bad)
+def _each(reports:list[dict], key:str) -> list[tuple]:
+    "The entries of a list in all reports, each once."
+    entries = []
+    for report in reports:
+        entries += [tuple(entry) for entry in report[key]]
+    return list(dict.fromkeys(entries))
 
-def precompute_in_processes(trainer, n:int) -> Report:
+def sum_reports(
+    reports:list[dict], # of processes that shared the work on the same samples
+) -> Report:
+    "What all processes did together."
+    samples = reports[0]["samples"]
+    encoded = sum(r["encoded"] for r in reports)
+    tensors = sum(r["tensors"] for r in reports)
+    size = sum(r["bytes"] for r in reports)
+    seconds = max(r["seconds"] for r in reports)
+    skipped = _each(reports, "skipped")
+    cached = samples - encoded - len(skipped)
+    return Report(samples, encoded, cached, 0, tensors, size, seconds, skipped, _each(reports, "bad"))
+
+def precompute_in_processes(
+    trainer:"QwenImageEditTrainer",
+    n:int,
+) -> Report:
     "`cache_embeddings` with `n` processes that this one starts."
     began = time.time()
     print(f"precomputing in {n} processes (`train.num_processes` 1: one process)")
-    job, reports, bars, counts = dict(task="precompute", config=job_config(trainer)), [], {}, {}
+    job = dict(task="precompute", config=job_config(trainer))
+    reports: list[dict] = []
+    bars: dict[str, Progress] = {}
+    counts: dict[str, dict] = {}
     with start_processes(job, n) as processes:
         for heard in processes.events():
-            rank, m = heard or (0, {})
-            if "report" in m: reports.append(m["report"])
-            if "progress" in m: show(bars, counts, rank, *m["progress"])
-    for bar in bars.values(): bar.close()
+            if not heard: continue
+            rank, m = heard
+            if "report" in m:
+                reports.append(m["report"])
+            if "progress" in m:
+                show(bars, counts, rank, *m["progress"])
+    for bar in bars.values():
+        bar.close()
     report = sum_reports(reports)
     report.seconds = time.time() - began
     return report
 
-def missing_samples(trainer) -> int: # of the training data, in the cache
+def missing_samples(trainer:"QwenImageEditTrainer") -> int: # 0 without a cache
+    "How many samples of the training data the cache lacks."
     data = ImageDataset(trainer.config)
-    if (cache := trainer.data.open_cache()) is None: return 0
+    cache = trainer.data.open_cache()
+    if cache is None: return 0
     data.cache = cache
     trainer.set_geometry_and_identity(data)
     return sum(bool(data.missing(i)) for i in range(len(data)))
 
-def show(bars, counts, rank, what, n, total): # one bar for the same work of all processes
-    counts.setdefault(what, {})[rank] = n, total
-    bar = bars.setdefault(what, None) or Progress(total, what)
-    bars[what], bar.total = bar, sum(t for _, t in counts[what].values())
-    bar.update(sum(k for k, _ in counts[what].values()) - bar.n)
+def show(
+    bars:dict[str, Progress], # {work: its bar}
+    counts:dict[str, dict], # {work: {process: (done, of)}}
+    rank:int, # of the process that tells
+    what:str, # the work
+    n:int, # done
+    total:int,
+):
+    "Bring the bar of a work up to date: one for all processes."
+    counts.setdefault(what, {})[rank] = (n, total)
+    if what not in bars:
+        bars[what] = Progress(total, what)
+    bar = bars[what]
+    bar.total = sum(of for _, of in counts[what].values())
+    bar.update(sum(done for done, _ in counts[what].values()) - bar.n)

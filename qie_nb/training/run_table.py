@@ -8,6 +8,7 @@ __all__ = ['RunTable']
 # %% ../../nbs/training/08_run_table.ipynb #4ba7a02a
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,9 @@ from ..models.modulation import (ModulationTable, extra_timesteps, model_timeste
 from ..sampling.denoising import sampling_schedule
 from ..sampling.edits import factor_of
 from .callbacks import RunState, own_planner
+
+if TYPE_CHECKING:
+    from qie_nb.planning.plan import Planner
 
 # %% ../../nbs/training/08_run_table.ipynb #b7edd66b
 class RunTable:
@@ -62,7 +66,8 @@ class RunTable:
     def transformer_config(self) -> dict:
         "The transformer's config.json."
         folder = self.components.place_of("transformer")
-        if not self.components.downloads("transformer"): check_weights(folder.parent, "transformer")
+        if not self.components.downloads("transformer"):
+            check_weights(folder.parent, "transformer")
         return json.loads((folder/"config.json").read_text())
 
     def _layers(self):
@@ -105,8 +110,10 @@ class RunTable:
         setting = self.setting()
         model = self.components
         loaded = "transformer" in model.loaded
-        if judged and setting == IN_TRAINING and not loaded: setting = ALWAYS
-        if training: lora.check_targets(self.config.model.lora, self._layers())
+        if judged and setting == IN_TRAINING and not loaded:
+            setting = ALWAYS
+        if training:
+            lora.check_targets(self.config.model.lora, self._layers())
         folder = model.folder_with_table()
         if folder:
             self._check_copy(folder, training, adapters)
@@ -125,7 +132,8 @@ class RunTable:
     def _check_copy(self, folder, training, adapters):
         "Raises ValueError if a prequantized copy has a table, and the layers are needed."
         why = "`model.modulation_table` is false"
-        if self.config.model.modulation_table: why = self.why_layers(training, adapters)
+        if self.config.model.modulation_table:
+            why = self.why_layers(training, adapters)
         if why:
             raise ValueError(f"{why}, and the prequantized copy {str(folder)!r} has only a table of its "
                              "modulation layers; use the whole model")
@@ -135,12 +143,15 @@ class RunTable:
     def empty_table(self, cache:EmbeddingCacheManager|None=None) -> ModulationTable:
         "A table without rows, which finds them in the cache or the copy, or computes them."
         folder = self.components.folder_of("transformer")/"transformer"
-        c, cache, origin = self.config.cache, cache or self.cache, source_checkpoint(folder)
+        c = self.config.cache
+        cache = cache or self.cache
+        origin = source_checkpoint(folder)
         if cache is None and c.use_cache and c.cache_dir:
             cache = EmbeddingCacheManager(c.cache_dir, c.remote_copy_gb)
         dtype = self.components.row_dtype(folder)
         if origin.get("table"):
-            dtype, layers = getattr(torch, origin["table_dtype"]), cache.layers if cache else []
+            dtype = getattr(torch, origin["table_dtype"])
+            layers = cache.layers if cache else []
             places = [folder/"modulation", *(getattr(d, "url", d.folder) for d in layers)]
             cache = EmbeddingCacheManager(places, c.remote_copy_gb)
         return ModulationTable(transformer_digest(folder), dtype, self.transformer_config()["num_layers"],
@@ -163,12 +174,14 @@ class RunTable:
                 schedule = sampling_schedule(scheduler, steps, tokens, variant=variant).timesteps
                 times = extra_timesteps(model_timesteps(schedule, dtype), dtype)
                 what = f"preparing the modulation table for {steps} sampling steps, {tokens} tokens"
-                if times: out.setdefault(times, what)
+                if times:
+                    out.setdefault(times, what)
         return out
 
     def _target_tokens(self, dataset=None):
         "The numbers of packed target tokens; those of `data.image_size` without data."
-        d, side = self.config.data, self.components.variant.patch * factor_of(self.components)
+        d = self.config.data
+        side = self.components.variant.patch * factor_of(self.components)
         if dataset is None and d.dataset_path is None:
             return {d.image_size[0] // side * (d.image_size[1] // side)}
         dataset = dataset or ImageDataset(self.config)
@@ -217,14 +230,15 @@ class RunTable:
     def cache_table(self,
         cache:EmbeddingCacheManager|None=None,
         dataset:ImageDataset|None=None, # default the configuration's
-    ) -> ModulationTable: # None if it is not used or cannot be computed here
+    ) -> ModulationTable|None: # None if it is not used or cannot be computed here
         "Compute the rows for training and `model.modulation_table_steps` into the cache."
         if not self._is_needed(cache): return None
         empty = self.empty_table(cache)
         schedules = self._schedule_sets(dataset, empty.dtype)
         if empty.folder is not None: return self.make_table(cache, schedules)
         table = self.make_table(cache) # a prequantized copy has the rows that were asked for when it was made
-        for times in schedules: table.find(times)
+        for times in schedules:
+            table.find(times)
         return table
 
     def table_bytes(self,
@@ -233,11 +247,13 @@ class RunTable:
     ) -> list: # bytes of each entry
         "What `cache_table` will write."
         if not self._is_needed(cache): return []
-        table, t = self.empty_table(cache), self.transformer_config()
+        table = self.empty_table(cache)
+        t = self.transformer_config()
         if not table.cache.writable or table.folder is None: return []
         width = t["num_attention_heads"] * t["attention_head_dim"]
         sizes = []
-        for times in self.table_sets(table.dtype, dataset): sizes += table.missing_entries(times, width)
+        for times in self.table_sets(table.dtype, dataset):
+            sizes += table.missing_entries(times, width)
         return sizes
 
     def save_prequantized(self,

@@ -10,42 +10,56 @@ __all__ = ['to_device', 'flow_matching_loss', 'batch_seeds', 'step_strata', 'Noi
 # %% ../../nbs/training/01_step.ipynb #b7d6c4e5
 import random
 from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from fastcore.basics import patch
 
 from ..cache import stable_seed
+from ..config import SchedulerSection, TrainSection
 from ..data.batches import BucketBatchSampler, as_list, batch_size, pad_prompts, prefetch
 from ..models import flow_matching as flow
 from ..models.variants.base import Variant
 from ..models.variants.text_to_image import QWEN_IMAGE
 
+if TYPE_CHECKING:
+    from qie_nb.training.callbacks import RunPosition
+
 # %% ../../nbs/training/01_step.ipynb #e0d531b7
-def to_device(t:torch.Tensor, dtype=None, device="cpu") -> torch.Tensor:
+def to_device(
+    t:torch.Tensor,
+    dtype:torch.dtype|None=None, # default its own
+    device:torch.device|str="cpu",
+) -> torch.Tensor:
     "Move a tensor; to a GPU through pinned memory, so that the CPU does not wait."
-    if torch.device(device).type == "cuda" and t.device.type == "cpu": t = t.pin_memory()
+    if torch.device(device).type == "cuda" and t.device.type == "cpu":
+        t = t.pin_memory()
     return t.to(device, non_blocking=True).to(dtype or t.dtype)
 
 # %% ../../nbs/training/01_step.ipynb #e0d53101
 def flow_matching_loss(
-    transformer, # with its adapter
-    batch, # mapping with the tensors of `CACHED`; prompts padded or of equal length
+    transformer:torch.nn.Module, # with its adapter
+    batch:Mapping, # with the tensors of `CACHED`; prompts padded or of equal length
     eps:torch.Tensor, # [B, C, 1, h, w] noise, float32
     sigmas:torch.Tensor, # [B] noise levels in (0, 1]
-    device="cpu",
-    dtype=torch.float32, # of the frozen weights
+    device:torch.device|str="cpu",
+    dtype:torch.dtype=torch.float32, # of the frozen weights
     weighting:str="none", # `train.loss_weighting`
     mask_min_weight:float=1., # where the batch's `mask` is black; 1 ignores masks
     variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [B] float32
     "mean |v(x_t) - (eps - x0)|^2 of each sample, with x_t = (1 - sigma) x0 + sigma eps."
-    put, mask, painted = partial(to_device, device=device), batch["prompt_embeds_mask"], batch.get("mask")
-    x0, eps, sigma = put(batch["pixel_latent"], torch.float32), put(eps), put(sigmas)
+    put = partial(to_device, device=device)
+    mask = batch["prompt_embeds_mask"]
+    painted = batch.get("mask")
+    x0 = put(batch["pixel_latent"], torch.float32)
+    eps = put(eps)
+    sigma = put(sigmas)
     controls = [put(c, dtype) for c in as_list(batch["control_latent"])]
-    x_t, target = flow.add_noise(x0, eps, sigma), flow.flow_target(x0, eps)
+    x_t = flow.add_noise(x0, eps, sigma)
+    target = flow.flow_target(x0, eps)
     places = variant.token_positions(x0.shape[-2:], [c.shape[-2:] for c in controls], len(x0))
     inputs = variant.transformer_inputs(transformer, variant.pack(x_t).to(dtype),
                                         [variant.pack(c) for c in controls],
@@ -59,9 +73,11 @@ def flow_matching_loss(
 
 # %% ../../nbs/training/01_step.ipynb #ddc2e709
 def batch_seeds(
-    batch, # with `sample_id` if our loader made it
-    seed:int, epoch:int, step:int,
-) -> list: # one int per sample
+    batch:Mapping, # with `sample_id` if our loader made it
+    seed:int, # `train.seed`
+    epoch:int,
+    step:int, # of the run; it counts for other loaders
+) -> list[int]: # one per sample
     "Seeds of noise and noise levels."
     ids = batch.get("sample_id")
     if ids is None: return [stable_seed(seed, "step", step, i) for i in range(batch_size(batch))]
@@ -69,23 +85,26 @@ def batch_seeds(
 
 # %% ../../nbs/training/01_step.ipynb #89b0e704
 def step_strata(
-    places, # of a batch's samples, from `StepBatches.places`
-    seed:int, step:int,
-) -> list: # (part, number of parts) of each sample
+    places:list[tuple[int, int]], # of a batch's samples, from `StepBatches.places`
+    seed:int, # `train.seed`
+    step:int, # of the run
+) -> list[tuple[int, int]]: # (part, number of parts) of each sample
     "Each sample of a step draws its level from another of equally likely parts of the range."
     order = list(range(places[0][1]))
     random.Random(stable_seed(seed, "strata", step)).shuffle(order)
     return [(order[i], n) for i, n in places]
 
 class NoiseAndSigmas(NamedTuple):
+    "The noise of each sample, and its level."
     eps:torch.Tensor    # [B, C, 1, h, w] float32
     sigmas:torch.Tensor # [B]
 
 def sample_noise_and_sigmas(
-    batch, seeds,
-    train, # `TrainSection`
-    scheduler_config, # for `shift`
-    strata=None, # part of the levels of each sample, see `step_strata`; None: all levels
+    batch:Mapping, # with `pixel_latent`
+    seeds:list[int], # of `batch_seeds`
+    train:TrainSection,
+    scheduler_config:Mapping, # for `shift`
+    strata:list[tuple[int, int]]|None=None, # part of the levels of each sample, see `step_strata`; None: all levels
     variant:Variant=QWEN_IMAGE,
 ) -> NoiseAndSigmas: # on the CPU
     "Noise and noise level of each sample."
@@ -98,17 +117,21 @@ def sample_noise_and_sigmas(
 
 # %% ../../nbs/training/01_step.ipynb #234daa2c
 class BatchPart(NamedTuple):
-    rows:object # list of positions, or slice(None)
-    batch:dict  # the tensors of `CACHED`, and `mask` if there is one
+    "Some samples of a batch."
+    rows:list[int]|slice # positions; slice(None): all
+    batch:Mapping # the tensors of `CACHED`, and `mask` if there is one
 
-def pad_batch(batch) -> dict: # with padded prompts [B, L, D] and their mask
+def pad_batch(batch:Mapping) -> Mapping: # with padded prompts [B, L, D] and their mask
+    "Pad the prompts of a batch, if they are not padded yet."
     if not isinstance(batch["prompt_embed"], list): return batch
     embeds, mask = pad_prompts(batch["prompt_embed"])
     return {**batch, "prompt_embed": embeds, "prompt_embeds_mask": mask}
 
 # %% ../../nbs/training/01_step.ipynb #234daa01
-def _prompt_lengths(batch): # [] if they cannot be read
-    mask, prompts = batch["prompt_embeds_mask"], batch["prompt_embed"]
+def _prompt_lengths(batch:Mapping) -> list[int]: # [] if they cannot be read
+    "The tokens of each prompt, without padding."
+    mask = batch["prompt_embeds_mask"]
+    prompts = batch["prompt_embed"]
     if isinstance(prompts, list): return [len(e) for e in prompts]
     if mask is None or mask.device.type != "cpu": return []
     lengths = mask.bool().sum(1)
@@ -116,17 +139,27 @@ def _prompt_lengths(batch): # [] if they cannot be read
     return lengths.tolist() if padding and lengths.all() else []
 
 # %% ../../nbs/training/01_step.ipynb #234daa02
+def _rows_of(
+    t:torch.Tensor|None,
+    rows:list[int]|None, # None: all
+) -> torch.Tensor|None:
+    "Some samples' rows of a tensor."
+    return t if t is None or rows is None else t[rows]
+
 def split_by_prompt_length(
-    batch, # `prompt_embed` padded [B, L, D] or a list of [L_i, D]
+    batch:Mapping, # `prompt_embed` padded [B, L, D] or a list of [L_i, D]
     together:bool=False, # keep it whole? FSDP's processes must make equally many calls
-) -> list: # of `BatchPart`
+) -> list[BatchPart]:
     "Parts of equal prompt lengths, which need no mask."
-    rows, parts, prompts = {}, [], batch["prompt_embed"]
-    for i, n in enumerate(_prompt_lengths(batch)): rows.setdefault(n, []).append(i)
+    rows: dict[int, list[int]] = {} # {length: positions}
+    parts = []
+    prompts = batch["prompt_embed"]
+    for i, n in enumerate(_prompt_lengths(batch)):
+        rows.setdefault(n, []).append(i)
     if not rows or together and len(rows) > 1: return [BatchPart(slice(None), pad_batch(batch))]
     for n, at in rows.items():
         embeds = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else None
-        take = lambda t: t if t is None or len(rows) == 1 else t[at]
+        take = partial(_rows_of, rows=None if len(rows) == 1 else at)
         parts.append(BatchPart(slice(None) if len(rows) == 1 else at, dict(
             pixel_latent=take(batch["pixel_latent"]), prompt_embeds_mask=None,
             control_latent=[take(c) for c in as_list(batch["control_latent"])],
@@ -136,61 +169,89 @@ def split_by_prompt_length(
 # %% ../../nbs/training/01_step.ipynb #cdfb7f53
 class StepBatches(list):
     "This process's batches of a step."
-    def __init__(self, batches, sizes, rank=0): # sizes: samples of each round's batches, by process
+    def __init__(self,
+        batches:list, # of this process
+        sizes:list[list[int]], # samples of each round's batches, by process
+        rank:int=0, # of this process
+    ):
         super().__init__(batches)
-        every = sum(sizes, [])
+        every = [size for by_process in sizes for size in by_process]
         self.samples, self.batches = sum(every), len(every) # of all processes
         # samples of each batch; 0 if this process has no batch of its own in the last round
         self.counts = [sum(s[rank:rank + 1]) for s in sizes]
-        self.first = [sum(map(sum, sizes[:k])) + sum(s[:rank]) for k, s in enumerate(sizes)] # samples before it
+        self.first = [] # samples before it
+        before = 0
+        for by_process in sizes:
+            self.first.append(before + sum(by_process[:rank]))
+            before += sum(by_process)
 
-    def places(self, k) -> list: # of batch k's samples among the step's: (position, number of samples)
+    def places(self, k:int) -> list[tuple[int, int]]: # (position, number of samples)
+        "Where batch k's samples are among those of the step."
         return [((self.first[k] + i) % self.samples, self.samples) for i in range(batch_size(self[k]))]
 
 # %% ../../nbs/training/01_step.ipynb #cdfb7f01
 class BatchStream:
     "A loader's batches by optimizer step, and the run's callbacks."
-    def __init__(self, loader, accumulate, callbacks):
-        self.loader, self.accumulate, self.callbacks = loader, accumulate, callbacks
+    def __init__(self,
+        loader:Any, # a DataLoader, or another sized iterable of batches
+        accumulate:int, # batches of a step
+        callbacks:list,
+    ):
+        self.loader = loader
+        self.accumulate = accumulate
+        self.callbacks = callbacks
         self.batches = len(loader)
         if not self.batches:
             raise ValueError("`train_dataloader` has no batches to train on; check the pairs in "
                              "`data.dataset_path`")
 
-    def groups(self, state):
+    def groups(self,
+        state:"RunPosition",
+    ) -> Iterator[StepBatches]:
         "Yield `StepBatches` from the state's position on."
-        sampler, sizes, rank = getattr(self.loader, "batch_sampler", None), None, 0
+        sampler = getattr(self.loader, "batch_sampler", None)
+        sizes = None
+        rank = 0
         if isinstance(sampler, BucketBatchSampler):
             sampler.set_epoch(state.epoch)
             sampler.start = state.position # read when the iterator is made
-            sizes, rank = iter(sampler.sizes()), sampler.rank
+            sizes = iter(sampler.sizes())
+            rank = sampler.rank
             batches = iter(self.loader) if self.loader.num_workers else prefetch(self.loader)
-        else: batches = islice(iter(self.loader), state.position, None)
+        else:
+            batches = islice(iter(self.loader), state.position, None)
         with closing(batches) if hasattr(batches, "close") else nullcontext():
             while group := list(islice(batches, self.accumulate)):
                 own = [[batch_size(b)] for b in group] if sizes is None else list(islice(sizes, len(group)))
                 yield StepBatches(group, own, rank)
 
 # %% ../../nbs/training/01_step.ipynb #fb8ae6f6
-def guarded_step(optimizer,
+def guarded_step(
+    optimizer:Any, # torch's, or accelerate's wrapper of it
     ok:torch.Tensor, # 0-dim bool on the parameters' device
 ):
     "`optimizer.step()` if `ok`; a fused optimizer decides on the device."
     optimizer = getattr(optimizer, "optimizer", optimizer) # accelerate's wrapper hides `found_inf`
     if not all(g.get("fused") for g in optimizer.param_groups):
-        if ok: optimizer.step()
+        if ok:
+            optimizer.step()
         return
-    optimizer.grad_scale, optimizer.found_inf = None, torch.logical_not(ok).float()
-    try: optimizer.step()
-    finally: del optimizer.grad_scale, optimizer.found_inf
+    optimizer.grad_scale = None
+    optimizer.found_inf = torch.logical_not(ok).float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 # %% ../../nbs/training/01_step.ipynb #54cef47e
 def check_schedule(
-    settings, # `SchedulerSection`
+    settings:SchedulerSection,
     steps:int=0, # optimizer steps of the run, 0 if not known
 ):
     "Raise ValueError for settings that would be ignored."
-    kind, warm, cycles = settings.scheduler_type, settings.warmup_steps, settings.num_cycles
+    kind = settings.scheduler_type
+    warm = settings.warmup_steps
+    cycles = settings.num_cycles
     if kind == "constant" and warm:
         raise ValueError(f"`lr_scheduler.scheduler_type` constant has no warm-up, got `warmup_steps` {warm}; "
                          "use constant_with_warmup")
@@ -205,16 +266,19 @@ def check_schedule(
 
 # %% ../../nbs/training/01_step.ipynb #54cef401
 def make_schedule(
-    optimizer,
-    settings, # `SchedulerSection`
+    optimizer:Any, # torch's
+    settings:SchedulerSection,
     steps:int, # optimizer steps of the run
     done:int=0, # of them
-):
+) -> Any: # a schedule of torch
     "diffusers' schedule; the optimizer's rate is set to that of step `done`."
     from diffusers.optimization import get_scheduler
     check_schedule(settings, steps)
-    kind, cycles = settings.scheduler_type, settings.num_cycles
-    more = dict(num_cycles=cycles if kind == "cosine" else int(cycles)) if cycles else {}
+    kind = settings.scheduler_type
+    cycles = settings.num_cycles
+    more: dict[str, Any] = {}
+    if cycles:
+        more["num_cycles"] = cycles if kind == "cosine" else int(cycles)
     schedule = get_scheduler(kind, optimizer, num_warmup_steps=settings.warmup_steps,
                              num_training_steps=max(steps, 1), power=settings.power, **more)
     schedule.last_epoch = done
@@ -226,36 +290,39 @@ def make_schedule(
 class EMA:
     "A running mean of parameters, in float32 on their device."
     def __init__(self,
-        params,
+        params:Iterable[torch.Tensor],
         decay:float, # `train.ema_decay`: the share that a step keeps
     ):
         self.params, self.decay = list(params), decay
         self.restart()
 
     def restart(self, n:int=0): # after n updates
-        self.n, self.mean = n, [p.detach().float().clone() for p in self.params]
+        "Begin from the parameters as they are."
+        self.n = n
+        self.mean = [p.detach().float().clone() for p in self.params]
 
-    def decay_at(self, n:int) -> float: return min(self.decay, (1 + n) / (10 + n))
+    def decay_at(self, n:int) -> float: # after n updates
+        "The share that a step keeps; the first steps keep less, because they begin from the start values."
+        return min(self.decay, (1 + n) / (10 + n))
 
-# %% ../../nbs/training/01_step.ipynb #4ceb6235
-@patch
-@torch.no_grad()
-def update(self:EMA, ok:torch.Tensor):
-    "Move the mean towards the parameters if `ok`, without waiting for the device."
-    gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
-    torch._foreach_mul_(gap, 1 - self.decay_at(self.n))
-    torch._foreach_add_(self.mean, [torch.where(ok.to(g.device), g, -0.) for g in gap]) # -0. adds nothing
-    self.n += 1
+    @torch.no_grad()
+    def update(self, ok:torch.Tensor):
+        "Move the mean towards the parameters if `ok`, without waiting for the device."
+        gap = torch._foreach_sub([p.detach().float() for p in self.params], self.mean)
+        torch._foreach_mul_(gap, 1 - self.decay_at(self.n))
+        torch._foreach_add_(self.mean, [torch.where(ok.to(g.device), g, -0.) for g in gap]) # -0. adds nothing
+        self.n += 1
 
-# %% ../../nbs/training/01_step.ipynb #aba37f7f
-@patch
-@contextmanager
-def apply(self:EMA):
-    "Context in which the parameters hold the mean."
-    def put(values):
-        for p, v in zip(self.params, values): p.copy_(v)
-    with torch.no_grad():
-        was = [p.detach().clone() for p in self.params]
-        put(self.mean)
-        try: yield
-        finally: put(was)
+    @contextmanager
+    def apply(self):
+        "Context in which the parameters hold the mean."
+        def put(values):
+            for p, v in zip(self.params, values):
+                p.copy_(v)
+        with torch.no_grad():
+            was = [p.detach().clone() for p in self.params]
+            put(self.mean)
+            try:
+                yield
+            finally:
+                put(was)

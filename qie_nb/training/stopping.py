@@ -12,33 +12,53 @@ __all__ = ['MAX_NONFINITE_STEPS', 'DRIVER_ERRORS', 'StopSignals', 'raise_if_stop
 import gc, signal, threading, time, traceback
 from collections.abc import Callable
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.startup import ALLOCATOR
 from ..devices.placement import is_out_of_memory
 from ..devices.processes import broadcast_stop, share
-from .callbacks import Callback, call
+from .callbacks import Callback, RunState, call
 from .step import BatchStream
 
+if TYPE_CHECKING:
+    from qie_nb.trainer import QwenImageEditTrainer
+
 # %% ../../nbs/training/03_stopping.ipynb #9532bd55
-_NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
+_NAMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "SIGTERM"}
 
 class StopSignals:
     "Within, a signal asks the run to end after its step; only in the main thread."
-    def __init__(self, state):
-        self.state, self.asked, self.stop_requested_only, self.old = state, 0, False, {}
-    def __enter__(self):
+    def __init__(self,
+        state:RunState,
+    ):
+        self.state = state
+        self.asked = 0 # how many signals came
+        self.stop_requested_only = False # may the first one wait for the step's end?
+        self.old: dict = {} # {signal: its handler before}
+
+    def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             self.old = {s: signal.signal(s, self.hear) for s in _NAMES}
         return self
-    def __exit__(self, *exc):
-        for s, handler in self.old.items(): signal.signal(s, handler or signal.SIG_DFL)
-    def hear(self, number, frame):
-        self.asked, self.state.stop = self.asked + 1, _NAMES[number]
+
+    def __exit__(self, *exc:object):
+        for s, handler in self.old.items():
+            signal.signal(s, handler or signal.SIG_DFL)
+
+    def hear(self,
+        number:int, # of the signal
+        frame:object, # where it came
+    ):
+        "Note a signal. Raises KeyboardInterrupt for the second one, and for any outside of the steps."
+        self.asked += 1
+        self.state.stop = _NAMES[number]
         if not self.stop_requested_only or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
-        try: print("stopping after this step, with a checkpoint; interrupt again to stop without one", flush=True)
-        except RuntimeError: pass # within another print
+        try:
+            print("stopping after this step, with a checkpoint; interrupt again to stop without one", flush=True)
+        except RuntimeError: # within another print
+            pass
 
 # %% ../../nbs/training/03_stopping.ipynb #81bd34b1
 def raise_if_stopped(
@@ -69,63 +89,90 @@ def run_context(trainer:"QwenImageEditTrainer", run:BatchStream, signals:StopSig
         raise
     finally:
         try:
-            if not failed: call(run.callbacks, "on_train_end", trainer)
+            if not failed:
+                call(run.callbacks, "on_train_end", trainer)
         finally:
             state.running = False
 
 # %% ../../nbs/training/03_stopping.ipynb #d340ca5f
 class TimeLimitCallback(Callback):
     "Ends a run while there is time to save it."
-    def on_train_begin(self, t):
-        self.last, self.longest = time.monotonic(), 0. # the clock may jump meanwhile
-        limit, self.what = t.plan.hours.value, t.plan.hours.why
-        self.end = self.last + limit.end(t.state.began) - time.time() if limit else None
+    def on_train_begin(self, trainer:"QwenImageEditTrainer"):
+        "Take the plan's time limit."
+        hours = trainer.plan.hours
+        limit = hours.value
+        self.last = time.monotonic() # the clock may jump meanwhile
+        self.longest = 0. # seconds of a step
+        self.what = hours.why
+        self.end: float|None = None
+        if limit:
+            self.end = self.last + limit.end(trainer.state.began) - time.time()
 
-    def on_step_end(self, t):
-        s = t.state
+    def on_step_end(self, trainer:"QwenImageEditTrainer"):
+        "Stop if another step and a checkpoint might take longer than what is left."
+        s = trainer.state
         if self.end is None: return
-        if s.save_seconds is None: t.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
+        if s.save_seconds is None:
+            trainer.save_checkpoint(s.epoch, s.global_step, by_epoch=s.epoch_ended)
         now = time.monotonic()
-        self.longest, self.last = max(self.longest, now - self.last), now
-        if self.end - now <= self.longest + 1.5 * s.save_seconds:
+        self.longest = max(self.longest, now - self.last)
+        self.last = now
+        if self.end - now <= self.longest + 1.5 * (s.save_seconds or 0.):
             s.stop = s.stop or f"{self.what} is nearly over"
 
 # %% ../../nbs/training/03_stopping.ipynb #ae2782d0
 class NonFiniteCounter:
     "Counts skipped steps in tensors on the device."
-    def __init__(self, device="cpu", skipped:int=0):
-        self.skipped, self.row, self.worst = (torch.tensor(n, device=device) for n in (skipped, 0, 0))
+    def __init__(self,
+        device:torch.device|str="cpu",
+        skipped:int=0, # steps before
+    ):
+        self.skipped = torch.tensor(skipped, device=device)
+        self.row = torch.tensor(0, device=device) # steps skipped since the last good one
+        self.worst = torch.tensor(0, device=device) # longest row since the last reading
 
-    def note(self, ok:torch.Tensor): # 0-dim bool: was the step taken?
+    def note(self,
+        ok:torch.Tensor, # 0-dim bool: was the step taken?
+    ):
+        "Count a step, without waiting for the device."
         bad = (~ok).to(self.skipped.dtype)
-        self.skipped, self.row = self.skipped + bad, (self.row + bad) * bad
+        self.skipped = self.skipped + bad
+        self.row = (self.row + bad) * bad
         self.worst = torch.maximum(self.worst, self.row)
 
-    def read(self, *numbers) -> tuple: # (skipped in all, longest row since the last reading, *numbers)
+    def read(self,
+        *numbers:torch.Tensor, # 0-dim
+    ) -> tuple: # (skipped in all, longest row since the last reading, *numbers)
         "Fetch the counters and other 0-dim tensors; waits for the device once."
         skipped, worst, *rest = torch.stack([n.float() for n in (self.skipped, self.worst, *numbers)]).cpu()
         self.worst = self.row
         return int(skipped), int(worst), *rest
 
 # %% ../../nbs/training/03_stopping.ipynb #76ba9a5d
-def logged(t) -> bool:
+def logged(trainer:"QwenImageEditTrainer") -> bool:
     "Are the last step's numbers read?"
-    return t.global_step % t.config.logging.log_every == 0 or bool(t.state.metrics) or t.state.stop == "done"
+    state = trainer.state
+    by_interval = trainer.global_step % trainer.config.logging.log_every == 0
+    return by_interval or bool(state.metrics) or state.stop == "done"
 
 # %% ../../nbs/training/03_stopping.ipynb #76ba9a01
 MAX_NONFINITE_STEPS = 5 # in a row: one or two are a bad batch; after so many, more would be skipped, too
 
-def read_nonfinite(t):
-    "Read the counters with the step's loss and gradient norm."
-    s, stats = t.state, getattr(getattr(t, "transformer", None), "fp16_stats", None)
-    numbers = [n for n in (s.loss, s.grad_norm) if torch.is_tensor(n) and n.device == t.finite.skipped.device]
-    s.skipped, row, *fetched = t.finite.read(*numbers)
-    if len(fetched) == 2: s.loss, s.grad_norm = fetched
-    if row and stats and stats.first(): print(f"a step was skipped: not finite first in {stats.found}")
+def read_nonfinite(trainer:"QwenImageEditTrainer"):
+    "Read the counters with the step's loss and gradient norm; too many bad steps in a row end the run."
+    s = trainer.state
+    stats = getattr(getattr(trainer, "transformer", None), "fp16_stats", None)
+    device = trainer.finite.skipped.device
+    numbers = [n for n in (s.loss, s.grad_norm) if torch.is_tensor(n) and n.device == device]
+    s.skipped, row, *fetched = trainer.finite.read(*numbers)
+    if len(fetched) == 2:
+        s.loss, s.grad_norm = fetched
+    if row and stats and stats.first():
+        print(f"a step was skipped: not finite first in {stats.found}")
     if row < MAX_NONFINITE_STEPS: return
     where = f", first in {stats.found}" if stats and stats.found else ""
     s.suspect = True
-    s.stop = (f"the loss was not finite in {row} steps in a row (step {t.global_step}{where}); none of them "
+    s.stop = (f"the loss was not finite in {row} steps in a row (step {trainer.global_step}{where}); none of them "
               "changed anything: lower `optimizer.lr`, or look at the last batch's images")
 
 class TrainingFailed(ValueError):
@@ -159,33 +206,56 @@ def judge_run(
 # %% ../../nbs/training/03_stopping.ipynb #76ba9a02
 class NonFiniteStop(Callback):
     "Ends a run after `MAX_NONFINITE_STEPS` steps without a finite loss, when a row is logged."
-    def on_step_end(self, t):
-        if logged(t): read_nonfinite(t)
+    def on_step_end(self, trainer:"QwenImageEditTrainer"):
+        "Read the counters if a row is logged."
+        if logged(trainer):
+            read_nonfinite(trainer)
 
 # %% ../../nbs/training/03_stopping.ipynb #046a59a8
-class StopRequested(Exception): "The run was asked to stop during an evaluation."
+class StopRequested(Exception):
+    "The run was asked to stop during an evaluation."
 
-def process(trainer) -> tuple: # (index of this process, number of processes)
+def process(
+    trainer:object, # with an accelerator, or without one
+) -> tuple[int, int]: # (index of this process, number of processes)
+    "Which of the run's processes is this?"
     a = getattr(trainer, "accelerator", None)
     return (a.process_index, a.num_processes) if a else (0, 1)
 
-def add_up(trainer, tensor) -> torch.Tensor: # on the CPU, summed over all processes
+def add_up(
+    trainer:Any, # with an accelerator, or without one
+    tensor:torch.Tensor,
+) -> torch.Tensor: # on the CPU
+    "The sum of a tensor over all processes."
     if process(trainer)[1] == 1: return tensor.cpu()
     return trainer.accelerator.reduce(tensor.to(trainer.accelerator.device), "sum").cpu()
 
 # %% ../../nbs/training/03_stopping.ipynb #046a5901
 class StopCheck:
     "Raises `StopRequested` in all processes if a stop was requested after its creation."
-    def __init__(self, trainer, passes:int=1): # of the transformer since the last call
-        self.trainer, self.passes, self.before = trainer, passes, ("", "done", trainer.state.stop)
-    def __call__(self, *_):
+    def __init__(self,
+        trainer:"QwenImageEditTrainer",
+        passes:int=1, # of the transformer since the last call
+    ):
+        self.trainer = trainer
+        self.passes = passes
+        self.before = ("", "done", trainer.state.stop)
+
+    def __call__(self, *_:object):
         s = self.trainer.state
-        if work := getattr(s, "work", None): work.done += self.passes
-        if s.poll: s.poll() # handles clicks on a stop button
-        if add_up(self.trainer, torch.tensor([float(s.stop not in self.before)])).item(): raise StopRequested
+        work = getattr(s, "work", None)
+        if work:
+            work.done += self.passes
+        if s.poll: # handles clicks on a stop button
+            s.poll()
+        asked = torch.tensor([float(s.stop not in self.before)])
+        if add_up(self.trainer, asked).item(): raise StopRequested
 
 # %% ../../nbs/training/03_stopping.ipynb #046a5902
-def shares(n:int, trainer) -> list: # (index of the unit, does it count?)
+def shares(
+    n:int, # units of work
+    trainer:object, # as for `process`
+) -> list: # of (index of the unit, does it count?)
     "This process's part of `n` units of work."
     me, every = process(trainer)
     return [(u % n, u < n) for u in range(me, -(-n // every) * every, every)]
@@ -197,17 +267,19 @@ def shared_stop(t:"QwenImageEditTrainer") -> str:
 
 def asked_for_images(t:"QwenImageEditTrainer") -> bool:
     "Did the panel, or a file `checkpoints/sample_now`, ask for images? The same in all processes."
-    state, file = t.state, t.checkpoint_root()/"sample_now"
+    state = t.state
+    file = t.checkpoint_root()/"sample_now"
     asked = state.sample_now or (state.is_main and file.exists())
     state.sample_now = False
     if asked:
         file.unlink(missing_ok=True)
     if state.processes > 1:
-        asked = share(t.accelerator, "images" if asked else "")
-    return bool(asked)
+        return bool(share(t.accelerator, "images" if asked else ""))
+    return asked
 
 # %% ../../nbs/training/03_stopping.ipynb #c71969ea
-class OutOfMemory(torch.OutOfMemoryError): "Out of memory, with settings that help."
+class OutOfMemory(torch.OutOfMemoryError):
+    "Out of memory, with settings that help."
 
 DRIVER_ERRORS = ("CUDA driver error", "device not ready") # of a driver that cannot let segments grow
 
@@ -225,14 +297,16 @@ def _first_line(error:BaseException) -> str:
 @contextmanager
 def memory_advice(
     doing:str, # e.g. training
-    advice:Callable, # function that returns a list of `Change`
-    clean_up, # function that releases tensors
+    advice:Callable[[], list], # gives the `Change`s to try
+    clean_up:Callable[[], object], # releases tensors
 ):
     "Context in which an out-of-memory error names settings to change, and a driver's error its remedy."
     try:
         yield
         return
-    except OutOfMemory: clean_up(); raise
+    except OutOfMemory:
+        clean_up()
+        raise
     except (RuntimeError, MemoryError) as e:
         if is_driver_error(e) and not is_out_of_memory(e):
             raise RuntimeError(
@@ -240,13 +314,16 @@ def memory_advice(
                 f"variable {ALLOCATOR[0]} to expandable_segments:False before torch is imported, and install "
                 "a newer NVIDIA driver (under WSL2: R615 or later)") from e
         if not is_out_of_memory(e): raise
-        first, error = _first_line(e), e
+        first = _first_line(e)
+        error: BaseException|None = e
     while error is not None:
         traceback.clear_frames(error.__traceback__)
-        error.__traceback__, error = None, error.__cause__ or error.__context__
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     clean_up()
     gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {change} (saves about {change.saved:.2g} GB)" for n, change in enumerate(advice(), 1))
     raise OutOfMemory(f"out of memory while {doing} ({first}); files on disk are intact. Try, in this order: "
                       + ways)

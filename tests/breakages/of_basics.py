@@ -366,7 +366,7 @@ MUTATIONS: dict[str, Mutation] = {
                'self.files.get("LoRA") or self.files.get("best LoRA")')]),
     "a log shows the edit first and calls it before": Mutation(
         "tests/test_logging.py::test_samples_and_their_captions", [
-        Change("logging", "samples",
+        Change("logging", "LogCallback.samples",
                "[s.shown[0], edit, *s.shown[1:]]", "[edit, *s.shown]")]),
     # --- widgets
     "the titles of before and after are exchanged": Mutation(

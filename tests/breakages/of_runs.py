@@ -15,14 +15,14 @@ MUTATIONS: dict[str, Mutation] = {
         Change("planning/cards", "run_seconds", "each * samples / q.batch", "each * samples")]),
     "block swap takes no time": Mutation(
         "tests/planning/test_plan.py::test_block_swap_takes_time", [
-        Change("planning/cards", "step_seconds",
+        Change("planning/step_work", "step_seconds",
                "products * math.prod(way.slowdown for way in used_by(q)) + moved",
                "products + moved")]),
     "block swap preferred to smaller weights": Mutation("tests/planning/test_plan.py", [
         Change("planning/cards", "rank_cost",
                "math.prod((way.slowdown for way in used_by(q)), start=weights)", "weights")]),
     "two GPUs take twice the hours of one": Mutation("tests/planning/test_plan.py", [
-        Change("planning/cards", "speedup", "0.92 * processes", "0.92 / processes")]),
+        Change("planning/step_work", "speedup", "0.92 * processes", "0.92 / processes")]),
     "the mean of the adapter missing from checkpoints": Mutation(
         "tests/planning/test_disk_space.py::test_a_checkpoint_has_the_mean_of_the_adapter_too", [
         Change("planning/disk_space", "checkpoint_bytes", "(1 + q.ema) * _adapter_bytes(q)",
@@ -139,10 +139,10 @@ MUTATIONS: dict[str, Mutation] = {
     # --- edits
     "a user's change of the scheduler loses to the schedule": Mutation(
         "tests/test_predict.py::test_a_change_of_the_scheduler_wins_over_the_schedule", [
-        Change("predict", "_sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
+        Change("predict", "Predictor._sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
     "predict without the mean of the adapter": Mutation(
         "tests/test_predict.py::test_an_edit_uses_the_mean_of_the_adapter_if_there_is_one", [
-        Change("predict", "_saved_weights", "return self.adapters.ema_weights()",
+        Change("predict", "Predictor._saved_weights", "return self.adapters.ema_weights()",
                "return nullcontext()")]),
     # --- trainer and its parts
     "the last good checkpoint is pruned after skipped steps": Mutation(
@@ -227,7 +227,7 @@ MUTATIONS: dict[str, Mutation] = {
     "skipped samples count as cached": Mutation(
         "tests/training/test_run_processes.py::test_the_reports_of_processes_are_added_up", [
         Change("training/run_processes", "sum_reports",
-               'first["samples"] - encoded - len(skipped)', 'first["samples"] - encoded')]),
+               'samples - encoded - len(skipped)', 'samples - encoded')]),
     "control images without rows of the table": Mutation("tests/models/test_modulation.py", [
         Change("training/run_table", "RunTable._training_sets",
                "control | {training_times(dtype): label}", "{training_times(dtype): label}")]),

@@ -4,7 +4,7 @@ import pytest
 import anchors
 from counted_step import count_traffic
 from helpers import slow
-from qie_nb.planning import cards, memory
+from qie_nb.planning import memory, step_work as operations
 from qie_nb.planning.cards import GPUS, parse_gpu, plan, step_seconds, step_work
 from qie_nb.core.presets import KNOWN_GPUS, known_gpu_name
 from qie_nb.planning.memory import MemoryQuery
@@ -48,9 +48,9 @@ def test_published_steps_are_reproduced(anchor):
 def test_reads_and_writes_are_those_of_the_real_classes(kind, shapes):
     query = MemoryQuery(target=1024, control=1024, checkpointing=False, **shapes)
     forward, whole = count_traffic(query)
-    expected = cards.elementwise_bytes(query) / memory.input_bytes(query) / query.layers
+    expected = operations.elementwise_bytes(query) / memory.input_bytes(query) / query.layers
     assert whole == pytest.approx(expected, rel=0.06), kind
-    again = cards.elementwise_bytes(MemoryQuery(target=1024, control=1024, **shapes))
+    again = operations.elementwise_bytes(MemoryQuery(target=1024, control=1024, **shapes))
     assert forward == pytest.approx(again / memory.input_bytes(query) / query.layers - expected, rel=0.06), kind
 
 

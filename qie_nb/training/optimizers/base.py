@@ -14,7 +14,7 @@ from ...config import OptimizerSection
 from ...core.settings import register_class
 
 # %% ../../../nbs/training/optimizers/00_base.ipynb #804699fa
-OPTIMIZERS = {} # {name: `Optimizer`}, in the order of their definition
+OPTIMIZERS: dict[str, "Optimizer"] = {} # {name: an object of its class}, in the order of their definition
 
 def advised_optimizer(
     purpose:str, # one of a class's `purposes`
@@ -29,7 +29,7 @@ class Optimizer:
     Define a subclass with a `name` to add one. `make` and `state_bytes` are required."""
     name = ""            # in the configuration
     package = ""         # that it needs, as it is imported
-    purposes = ()        # for which messages advise it, see `advised_optimizer`
+    purposes: tuple[str, ...] = () # for which messages advise it, see `advised_optimizer`
     adapts_rate = False  # does it find the learning rate itself?
     from_settings = ("weight_decay", "betas", "eps") # of a parameter group; the rest of it is state
 

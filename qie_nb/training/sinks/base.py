@@ -6,12 +6,14 @@
 __all__ = ['SINKS', 'Sink']
 
 # %% ../../../nbs/training/sinks/00_base.ipynb #51c50003
+from typing import Any
+
 import numpy as np
 
 from ...core.settings import register
 
 # %% ../../../nbs/training/sinks/00_base.ipynb #51c50005
-SINKS = {} # {value of `logging.report_to`: class}, in the order of their definition
+SINKS: dict[str, type["Sink"]] = {} # {value of `logging.report_to`: class}, in the order of their definition
 
 class Sink:
     "A place for what a run logs. A subclass with a `key` is a value of `logging.report_to`."
@@ -31,7 +33,7 @@ class Sink:
         "Raise ValueError if this sink cannot work. Writes nothing."
 
     def open(self,
-        t:object, # the trainer
+        t:Any, # the trainer
     ):
         "Begin a run, or continue it after `t.global_step` steps."
 

@@ -8,6 +8,7 @@ __all__ = ['escape_markdown', 'move_old_events', 'next_second', 'quiet_writer', 
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51003
 import io, os, re, threading, time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,32 +24,35 @@ def escape_markdown(
     return "".join(c if c.isalnum() or c == " " else f"&#{ord(c)};" for c in text)
 
 def move_old_events(
-    logdir:str,
+    logdir:str, # with event files
 ):
     "Move event files of an earlier run into the sub-folder `earlier_<time>`."
     files = sorted(Path(logdir).glob("events.out.tfevents.*"))
     if not files: return
     when = time.strftime("earlier_%Y%m%d_%H%M%S", time.localtime(files[-1].stat().st_mtime))
     below = Path(logdir)/when
-    while below.exists(): below = below.with_name(f"{below.name}_1")
+    while below.exists():
+        below = below.with_name(f"{below.name}_1")
     below.mkdir()
-    for f in files: f.rename(below/f.name)
+    for f in files:
+        f.rename(below/f.name)
 
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51006
 def next_second(
-    logdir:str,
+    logdir:str, # with event files
 ):
     "Wait for the next second if an event file of the current one exists."
     now = time.time()
-    if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")): time.sleep(1.01 - now % 1)
+    if any(Path(logdir).glob(f"events.out.tfevents.{int(now):010}.*")):
+        time.sleep(1.01 - now % 1)
 
-def _say_nothing(thread):
+def _say_nothing(thread:threading.Thread):
     "Instead of a traceback: the next call of the writer raises the thread's error, and the run reports it."
 
 def quiet_writer(
     folder:str, # for event files
-    **options, # of `SummaryWriter`
-): # `SummaryWriter`
+    **options:Any, # of `SummaryWriter`
+) -> Any: # `SummaryWriter`
     "A writer whose thread prints no traceback when its folder is gone or the disk is full."
     from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread as WriterThread
     from torch.utils.tensorboard import SummaryWriter
@@ -93,10 +97,12 @@ def column_of(tag:str) -> str:
 # %% ../../../nbs/training/sinks/event_files.ipynb #51c51007
 class EventFiles(Sink):
     "Event files under `logging.log_dir`."
-    key, name = "tensorboard", "TensorBoard's event files"
+    key = "tensorboard"
+    name = "TensorBoard's event files"
 
     @classmethod
-    def check(cls, log_dir):
+    def check(cls, log_dir:str):
+        "Raise ValueError if the folder cannot be written."
         path = Path(log_dir).absolute()
         there = next(p for p in (path, *path.parents) if p.exists())
         if there.is_dir() and os.access(there, os.W_OK): return
@@ -104,28 +110,35 @@ class EventFiles(Sink):
         raise ValueError(f"`logging.log_dir` {str(log_dir)!r} cannot be written ({there} is {why}); give "
                          "another folder, or set `logging.report_to` none")
 
-    def open(self, t):
-        folder, n = t.config.logging.log_dir, t.global_step
+    def open(self, t:Any): # the trainer
+        "Begin a file; rows after the step of a resume are hidden, and an earlier run's files are moved away."
+        folder = t.config.logging.log_dir
+        n = t.global_step
         if n:
             next_second(folder)
         else:
             move_old_events(folder)
         self.writer = quiet_writer(folder, purge_step=n + 1 if n else None, flush_secs=30)
 
-    def scalars(self, values, step):
+    def scalars(self, values:dict, step:int):
+        "Log the numbers of a step."
         for k, v in values.items():
             self.writer.add_scalar(tag_of(k), v, step)
 
-    def image(self, tag, image, step):
+    def image(self, tag:str, image:np.ndarray, step:int):
+        "Log an image, uint8 [H, W, 3]."
         from tensorboard.compat.proto.summary_pb2 import Summary
-        raw, (h, w, _) = io.BytesIO(), image.shape
+        raw = io.BytesIO()
+        h, w, _ = image.shape
         # a quarter of the default level's time, 12 % more bytes
         Image.fromarray(image).save(raw, "PNG", compress_level=1)
         held = Summary.Image(height=h, width=w, colorspace=3, encoded_image_string=raw.getvalue())
         self.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=held)]), step)
 
-    def text(self, tag, text, step):
+    def text(self, tag:str, text:str, step:int):
+        "Log a caption."
         self.writer.add_text(tag, escape_markdown(text), step)
 
     def close(self):
+        "End the run."
         self.writer.close()

@@ -6,25 +6,31 @@
 __all__ = ['Tracker', 'check_tracker']
 
 # %% ../../../nbs/training/sinks/tracker.ipynb #51c52003
+from typing import Any
+
+import numpy as np
+
 from .base import SINKS, Sink
 
 # %% ../../../nbs/training/sinks/tracker.ipynb #51c52005
 class Tracker(Sink):
     "One of accelerate's trackers."
     def __init__(self,
-        tracker:object, # name, or a `GeneralTracker` object
+        tracker:Any, # name, or a `GeneralTracker` object
     ):
         self.given = tracker
         self.name = getattr(tracker, "name", tracker)
 
-    def open(self, t):
+    def open(self, t:Any): # the trainer
+        "Begin a run of the tracker, with the settings that can be logged."
         a = t.accelerator
         c = t.config.logging
         others = a.trackers
         a.trackers = []
         a.log_with = [self.given]
         a.project_configuration.logging_dir = a.project_configuration.logging_dir or c.log_dir
-        def plain(v): return v if isinstance(v, (int, float)) else str(v)
+        def plain(v):
+            return v if isinstance(v, (int, float)) else str(v)
         values = {f"{s}.{k}": plain(v) for s, part in t.config.model_dump().items() for k, v in part.items()}
         try:
             a.init_trackers(c.project, values, {self.name: c.tracker_options.get(self.name, {})})
@@ -32,17 +38,21 @@ class Tracker(Sink):
             a.trackers = [*others, *a.trackers]
         self.tracker = a.trackers[-1]
 
-    def scalars(self, values, step):
+    def scalars(self, values:dict, step:int):
+        "Log the numbers of a step."
         self.tracker.log(values, step=step)
 
-    def image(self, tag, image, step):
+    def image(self, tag:str, image:np.ndarray, step:int):
+        "Log an image, uint8 [H, W, 3]."
         if hasattr(self.tracker, "log_images"):
             self.tracker.log_images({tag: [image]}, step=step)
 
-    def text(self, tag, text, step):
+    def text(self, tag:str, text:str, step:int):
+        "Log a caption."
         self.tracker.log({f"{tag}/prompt": text}, step=step)
 
     def close(self):
+        "End the run."
         self.tracker.finish()
 
 # %% ../../../nbs/training/sinks/tracker.ipynb #51c52007
