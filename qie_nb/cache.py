@@ -12,7 +12,7 @@ import hashlib, json, os, shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .core.cache_entries import (ALL_KINDS, EDIT_MASK, EVERY_KIND, KINDS, MASKS, MODULATION, PREFIX,
                                        CacheEntryError, is_key, pack_entry)
@@ -23,7 +23,7 @@ from .core.files import file_lock, stale_temp_files, write_atomic
 
 if TYPE_CHECKING:
     import torch
-    from qie_nb.core.display import Progress
+    from qie_nb.core.display import Progress, StatusText
 
 # %% ../nbs/00_cache.ipynb #52f7a898
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode
@@ -101,8 +101,8 @@ def open_layers(
     remote_copy_gb:float|None=None, # limit of the local copies of remote shards; default 50
 ) -> list: # of `FolderStore` and `ShardStore`
     "The layers of a cache in the order in which they are read. Only the last folder may be missing."
-    several = isinstance(cache_dir, (list, tuple))
-    places = [layer_place(d) for d in (cache_dir if several else [cache_dir])]
+    given = cache_dir if isinstance(cache_dir, (list, tuple)) else [cache_dir]
+    places = [layer_place(place) for place in given]
     if not places: raise ValueError("`cache_dir` is an empty list; give at least one folder")
     folders = [place for place in places if isinstance(place, Path)] # the others are URLs
     for folder in folders:
@@ -135,7 +135,7 @@ def identity_id(identity:dict) -> str: # 12 hex digits
 # %% ../nbs/00_cache.ipynb #c2c4c501
 def identities_of(layer:FolderStore|ShardStore) -> dict: # {id: identity}
     "The encoders that filled a layer. Raises ValueError if its manifest is damaged."
-    if layer.packed: return layer.identities
+    if isinstance(layer, ShardStore): return layer.identities
     file = layer.folder/"manifest.json"
     try:
         known = json.loads(file.read_text(encoding="utf-8"))["identities"]
@@ -150,7 +150,7 @@ def choose_identity(
     known:dict, # {id: identity}
     which:str|None, # an id; None: the only one
     name:str, # of the cache, for messages
-) -> dict: # None if the cache is empty
+) -> dict|None: # None if the cache is empty
     "One of a cache's identities. Raises ValueError if there are several and you named none."
     if which in known: return known[which]
     if which is not None:
@@ -263,12 +263,12 @@ class EmbeddingCacheManager:
         if prefix is None: return False
         return prefix == "" or self.find(PREFIX, prefix) is not None
 
-    def prefix_of(self, kind:str, file_hash:str) -> str: # None if there is no such entry
+    def prefix_of(self, kind:str, file_hash:str) -> str|None: # None if there is no such entry
         "Key of the prefix that an entry needs, or an empty string."
         layer = self.find(kind, file_hash)
         return None if layer is None else named_prefix(layer, kind, file_hash)
 
-    def find(self, kind:str, key:str) -> FolderStore|ShardStore: # None if there is no such entry
+    def find(self, kind:str, key:str) -> Any: # a `FolderStore` or `ShardStore`, None if there is no such entry
         "The first layer with this entry, ignoring entries known to be bad."
         return next(self._layers_with(kind, key), None)
 
@@ -306,7 +306,7 @@ class EmbeddingCacheManager:
 
     def identity(self,
         which:str|None=None, # an id from `identities()`
-    ) -> dict: # None if the cache is empty
+    ) -> dict|None: # None if the cache is empty
         "The encoders' identity. Raises ValueError if there are several and you named none."
         return choose_identity(self.identities(), which, self.name)
 
@@ -369,7 +369,7 @@ class EmbeddingCacheManager:
 
     def verify(self,
         repair:bool=False, # move bad entries to `quarantine/`?
-        bar:"Progress|None"=None,
+        bar:"Progress|StatusText|None"=None,
     ) -> list: # (location, reason) of each bad entry, in every layer
         "Read and check every entry."
         todo = []
@@ -454,8 +454,8 @@ class EmbeddingCacheManager:
             if keep is None or entry.kind == MODULATION or (entry.kind, entry.key) in keep:
                 chosen.append((self._good_layer(entry), entry.kind, entry.key))
         if not chosen: raise ValueError(f"cache {self.name} holds nothing to pack; precompute first")
-        needed = {self.prefix_of(kind, key) for _, kind, key in chosen} - {"", None}
-        missing = [prefix for prefix in needed if self.find(PREFIX, prefix) is None]
+        prefixes = {self.prefix_of(kind, key) for _, kind, key in chosen}
+        missing = [prefix for prefix in prefixes if prefix and self.find(PREFIX, prefix) is None]
         if missing:
             raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute "
                                   "again first")

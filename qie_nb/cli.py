@@ -51,7 +51,8 @@ def _config(a:Namespace) -> "Config|None": # None if nothing is given
         raise FileNotFoundError(f"`config` {files[0]!r} does not exist; "
                                 "give the path of a YAML file, or let `qie-nb init` write one")
     if getattr(a, "preset", None): settings.append(f"preset={a.preset}")
-    return load_config_from_yaml(*files or [None], settings) if files or settings else None
+    if not files and not settings: return None
+    return load_config_from_yaml(files[0] if files else None, settings)
 
 def _needed_config(a:Namespace) -> "Config":
     "The same. Raises ValueError if nothing is given."
@@ -125,7 +126,7 @@ def caption(a:Namespace):
     from qie_nb.extras.instructions import undo_instructions, write_instructions
     if not a.undo:
         return print(write_instructions(trainer, a.how, a.prefix, a.language, a.overwrite, a.dry_run))
-    print(f"{undo_instructions(trainer.config.data.dataset_path)} files are as before")
+    print(f"{undo_instructions(str(trainer.config.data.dataset_path))} files are as before")
 
 def prequantize(a:Namespace):
     "Write a quantized copy of the model."
@@ -199,7 +200,7 @@ def cache(a:Namespace) -> int|None:
         if not may_hold_cache(folder):
             raise FileNotFoundError(f"`cache_dir` {folder!r} does not exist; give the folder of a cache")
     from qie_nb.cache import EmbeddingCacheManager
-    m = EmbeddingCacheManager(folders, c and c.cache.remote_copy_gb)
+    m = EmbeddingCacheManager(folders, c.cache.remote_copy_gb if c else None)
     return dict(stats=_stats, verify=_verify, clear=_clear, gc=_gc, pack=_pack)[a.action](m, a)
 
 def _stats(m:"EmbeddingCacheManager", a:Namespace):
@@ -381,7 +382,8 @@ class CommandParser(Parser):
 
     def flags(self, command:str) -> list[str]:
         "The options of a command."
-        sub = next(x for x in self._actions if getattr(x, "dest", "") == "command").choices[command]
+        commands: Any = next(x for x in self._actions if getattr(x, "dest", "") == "command")
+        sub = commands.choices[command]
         return [s for x in sub._actions for s in x.option_strings if s.startswith("--")]
 
 def _flag(help:str) -> dict:
@@ -477,7 +479,7 @@ def parser() -> CommandParser:
         ("--shard-gb", _number("with pack: largest file in GB; default 2", float, default=2)))
     add(prequantize, "write a quantized copy of the model and its modulation table",
         "prequantize run.yaml --out model_nf4", *yaml, ("--out", dict(required=True, help="new folder")),
-        ("--no-encoders", _flag("only for training from a complete cache")), aliases=["prequantise"])
+        ("--no-encoders", _flag("only for training from a complete cache")), aliases=("prequantise",))
     add(options, "list the settings with their defaults", "options train",
         ("section", dict(nargs="?", help="e.g. train, model.lora or train.max_hours; default all")))
     add(selfcheck, "report for an issue: parity with the pipeline, memory, speed, finite outputs",

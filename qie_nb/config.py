@@ -10,7 +10,7 @@ __all__ = ['Config', 'describe', 'add_setting', 'remove_setting', 'make_config',
 import re
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -63,13 +63,15 @@ def describe(
     return Options([s[:3] for s in found], needed_by, introductions, overrides)
 
 # %% ../nbs/core/07_config.ipynb #7475c4a2
-def _classes(section:str) -> list[type]: # from the whole configuration to the section
-    classes = [Config]
+def _classes(section:str) -> list[Any]: # from the whole configuration to the section
+    "The classes on the way to a section."
+    classes: list[Any] = [Config]
     for part in section.split("."):
         classes.append(classes[-1].model_fields[part].annotation)
     return classes
 
-def _rebuild(classes:list[type]):
+def _rebuild(classes:list[Any]):
+    "Let pydantic see changed settings, the innermost class first."
     for cls in reversed(classes):
         cls.model_rebuild(force=True)
 
@@ -84,9 +86,10 @@ def add_setting(
     if name in classes[-1].model_fields:
         raise ValueError(f"`{section}.{name}` exists already; choose another name")
     role_of(field) # raises TypeError if it is not from `setting`
-    field.annotation = type or field.default.__class__
+    kind: Any = type or field.default.__class__
+    field.annotation = kind
     classes[-1].model_fields[name] = field
-    classes[-1].__annotations__[name] = field.annotation
+    classes[-1].__annotations__[name] = kind
     _rebuild(classes)
 
 def remove_setting(
@@ -99,7 +102,7 @@ def remove_setting(
     _rebuild(classes)
 
 # %% ../nbs/core/07_config.ipynb #bae5be45
-_reported = set() # notes already printed by this process
+_reported: set[str] = set() # notes already printed by this process
 
 def _report(notes:list[str]):
     "Print notes on older settings, each once in a process."

@@ -94,7 +94,7 @@ class ProgressCallback(Callback):
 # %% ../nbs/03_logging.ipynb #7e0a0006
 def row_of(t:"QwenImageEditTrainer") -> dict: # {column: number}
     "The logged numbers of the last step; reading them waits for the device."
-    s = t.state
+    s: Any = t.state # after a step it has loss and norm
     return dict(step=s.global_step, epoch=s.epoch, loss=float(s.loss), lr=s.lr, grad_norm=float(s.grad_norm),
                 skipped=s.skipped, **{k: float(v) for k, v in s.metrics.items()})
 

@@ -99,7 +99,7 @@ class Predictor:
         self.chosen = choose_part_devices(wanted, this_machine_facts(), str(self.device)) # {component: `Choice`}
         self.devices = {part: torch.device(choice.checked()) for part, choice in self.chosen.items()}
         self.placement: Placement|None = None # the last plan
-        self.encoder: Encoder|None = None # as planned
+        self.encoder: Any = None # an `Encoder`, as planned
         self.predicted: list[dict] = [] # of the last call, for each edit: size, why, sizes of the controls, seed
 
     def _own_geometry(self) -> Geometry:
@@ -113,7 +113,8 @@ class Predictor:
 
     def quantize_model(self, model:torch.nn.Module, device:torch.device) -> torch.nn.Module:
         "Quantize a transformer as it is set, on its device."
-        return quantize_loaded(model, self.components.quantize.get("transformer"), device)
+        kind: Any = self.components.quantize.get("transformer")
+        return quantize_loaded(model, kind, device)
 
     def setup(self):
         "Print where each component computes, and load what stays."

@@ -164,7 +164,7 @@ class QwenImageEditTrainer(RunAttributes):
         which:str|Path|SavedRun, # as `train.resume_checkpoint`, or a `SavedRun`
     ) -> "QwenImageEditTrainer":
         "Continue a run from a checkpoint. Raises FileNotFoundError or ValueError if there is none."
-        saved = which if isinstance(which, SavedRun) else self.checkpoints.find(which)
+        saved: Any = which if isinstance(which, SavedRun) else self.checkpoints.find(which)
         self.adapters.load_trained(saved.folder/lora.WEIGHT_NAME)
         self.prepare_model().configure_optimizers()
         self.checkpoints.restore(saved)
@@ -330,12 +330,12 @@ class QwenImageEditTrainer(RunAttributes):
         batch:dict, # of cached tensors
         eps:torch.Tensor, # [B, C, 1, h, w] noise, float32
         sigmas:torch.Tensor, # [B] noise levels in (0, 1]
-        weighting:str="none", # `train.loss_weighting`
+        weighting:str|Callable="none", # `train.loss_weighting`
         mask_min_weight:float=1., # where the mask is black; 1 ignores masks
     ) -> torch.Tensor: # [B] float32
         "`flow_matching_loss` of each sample; evaluation uses the defaults."
         model = self.components.transformer
-        options = self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant
+        options: Any = (self.device, self.weight_dtype, weighting, mask_min_weight, self.components.variant)
         parts = split_by_prompt_length(batch, together=type(model).__name__.startswith("FSDP"))
         if self.wrapped is not None and torch.is_grad_enabled():
             model = self.wrapped

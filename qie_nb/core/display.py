@@ -56,7 +56,7 @@ def duration(seconds:float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 # %% ../../nbs/core/02_display.ipynb #43b61e5c
-def digits_text(v:float, digits:int=2, least:int=0) -> str: # significant digits; decimals at least
+def digits_text(v:Any, digits:int=2, least:int=0) -> str: # significant digits; decimals at least
     "A number with few digits, and no exponent if it is of usual size."
     if v and not 0.001 <= abs(v) < 10_000 or not math.isfinite(v):
         return f"{v:.{digits - 1}e}"

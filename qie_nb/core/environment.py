@@ -407,7 +407,7 @@ def hub_downloads(
     return Path(env.get("HF_HUB_CACHE") or hub_home(env)/"hub")
 
 def own_home(
-    env:dict, # environment variables
+    env:Mapping[str, str], # environment variables
 ) -> Path:
     "Where we keep quantized copies of models."
     return Path(env.get("QIE_NB_HOME") or Path(env.get("HOME") or Path.home())/".cache/qie_nb")

@@ -457,7 +457,7 @@ def split_held_out(
 # %% ../../nbs/data/03_samples.ipynb #7b8a6f01
 def samples_of(
     wanted:list, # `train.samples`
-    trigger_word:str="", # `data.trigger_word`
+    trigger_word:str|None="", # `data.trigger_word`
 ) -> list: # of `Sample`
     "The user's own samples, checked. Raises FileNotFoundError or ValueError."
     out = []

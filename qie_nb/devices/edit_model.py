@@ -100,7 +100,7 @@ class EditModel(Components):
         self.built: list[str] = [] # names, in the order of loading
         self._loaded: dict[str, Any] = {}
         self._loaded_as: dict[str, str|None] = {} # {component: quantization}
-        self._prepare: dict[str, Callable] = {} # {component: function of its empty model}
+        self._prepare: dict[str, Callable|None] = {} # {component: function of its empty model}
         self.training_device = torch.device(self.device_for("transformer"))
         self._config: Config|None = None # whose settings keep the transformer's weights in several places
         self._sharded = False # does the plan shard them?
@@ -206,7 +206,7 @@ class EditModel(Components):
 
     def prepare_empty(self,
         name:str,
-        function:Callable, # of the model; tensors that it removes are not read
+        function:Callable|None, # of the model; tensors that it removes are not read; None: no more
     ):
         "Call a function of a component's empty model before its weights are read."
         self._prepare[name] = function

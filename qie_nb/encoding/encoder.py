@@ -305,8 +305,9 @@ def make_edit_mask(
 
 def encode_edit_mask(encoder:Encoder, tensor:MissingTensor, read:Callable) -> Encoded:
     "An edit mask from the latents in the cache."
-    def cached(kind, parts): return encoder.cache and encoder.cache.load_cache(kind, key_of(kind, **parts))
-    parts = tensor.entry.parts
+    def cached(kind, parts):
+        return encoder.cache and encoder.cache.load_cache(kind, key_of(kind, **parts))
+    parts = tensor.entry.parts or {}
     target = cached("pixel_latent", parts["target"])
     control = cached("control_latent", parts["control"])
     mask = make_edit_mask(encoder, partial(read, tensor.sample), target, control)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import product
+from itertools import product, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -180,7 +180,7 @@ class Comparison(Display):
         against = self.targets or [row[base] for row in images]
         self.distances = [[image_error(p, a) for p in row] for row, a in zip(images, against)]
         controls = [at_size(e.images[0], row[0]) if e.images else None for e, row in zip(edits, images)]
-        inputs = zip(images, controls, self.targets or [None] * len(edits))
+        inputs = zip(images, controls, self.targets or repeat(None))
         self.drift = [[drift_of(p, control, t) for p in row] for row, control, t in inputs]
 
     @property
@@ -196,7 +196,7 @@ class Comparison(Display):
 
     def data(self) -> dict: # columns and rows as plain values, images as arrays
         "Columns and rows as plain values, images as arrays."
-        targets = self.targets or [None] * len(self.edits)
+        targets = self.targets or repeat(None)
         rows = [dict(prompt=e.prompt, negative_prompt=e.negative, size=e.size, control=c, target=t)
                 for e, c, t in zip(self.edits, self.controls, targets)]
         columns = [vars(c) | dict(file=c.file and str(c.file), scheduler=dict(c.scheduler),
@@ -298,7 +298,9 @@ def denoise_columns(
             for c in columns:
                 loaded = _activate(tr, c, before, loaded)
                 tr = trainer.predictor.at("transformer")
-                step = lambda *_: bar and bar.update(note=c.title)
+                def step(*_, title=c.title):
+                    if bar:
+                        bar.update(note=title)
                 sampled = c.steps, c.true_cfg_scale, c.seed, None, dict(c.scheduler), trainer.weight_dtype
                 with added_lora(tr, c.few_steps, c.few_steps_weight):
                     latents.append([denoise_encoded(tr, scheduler, e, *sampled, step, None, variant).cpu()
@@ -360,7 +362,8 @@ def compare_edits(
     _check_sampling(parts, columns, edits)
     if targets is not None:
         targets = [as_image(t) for t in _each_row("targets", targets, len(edits))]
-    lora.check_not_merged(tr := trainer._transformer())
+    tr = trainer._transformer()
+    lora.check_not_merged(tr)
     files = [file for c in columns for file in (c.file, c.few_steps) if file]
     for file in dict.fromkeys(files):
         lora.read_fitting(tr, file)
@@ -418,8 +421,8 @@ def compare_validation(
         _check_sampling(trainer.components, columns, edits)
         images = denoise_columns(trainer, columns, edits, ready)
     true = [dataset.images(i) for i in some]
-    edits = [replace(e, images=t["control"]) for e, t in zip(edits, true)]
-    return Comparison(columns, edits, images, [Image.fromarray(t["image"]) for t in true])
+    shown = [replace(e, images=t["control"]) for e, t in zip(edits, true)]
+    return Comparison(columns, shown, images, [Image.fromarray(t["image"]) for t in true])
 
 # %% ../../nbs/evaluation/03_compare.ipynb #687d6f01
 def results_of(root:Path) -> dict: # {step: held_out.json}
@@ -439,7 +442,7 @@ def results_of(root:Path) -> dict: # {step: held_out.json}
 def loss_in(
     result:dict, # of `held_out.json`
     name:str="losses", # or exchanged
-) -> ValidationLoss|None: # None if it was not measured
+) -> Any: # `ValidationLoss`, None if it was not measured
     "A loss in a result."
     return ValidationLoss(result[name], result["noises"]) if result.get(name) else None
 

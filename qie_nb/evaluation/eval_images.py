@@ -430,8 +430,9 @@ def eval_cases(
     if trainer.data.eval_cases[0] != key:
         with torch.no_grad(), temporarily_load(trainer.components, "vae", "text_encoder"):
             cases = pair_cases(trainer, data, n, guidance) if data else []
-            if own:
-                cases += pair_cases(trainer, trainer.data.eval_data(), len(own), guidance, own=True)
+            own_data = trainer.data.eval_data() if own else None
+            if own_data is not None:
+                cases += pair_cases(trainer, own_data, len(own), guidance, own=True)
             if styles:
                 cases += style_cases(trainer, styles)
         trainer.data.eval_cases = key, cases

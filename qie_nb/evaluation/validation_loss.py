@@ -94,8 +94,8 @@ def t_quantile(
 class Interval(NamedTuple):
     "A mean with its 95 % confidence interval."
     mean: float
-    low: float|None # None with one or two values, which say too little
-    high: float|None
+    low: Any  # float; None with one or two values, which say too little
+    high: Any # the same
 
 def confidence_interval(
     values:Collection[float], # one per pair

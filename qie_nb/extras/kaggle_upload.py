@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,7 +86,8 @@ def table_files(
     if not (table/INDEX).is_file():
         raise incomplete(folder, f"{(table/INDEX).relative_to(folder)} is missing")
     try:
-        shards = open_layer(table).shards
+        packed: Any = open_layer(table) # a `ShardStore`: it has an index
+        shards = packed.shards
     except ValueError as e:
         raise incomplete(folder, str(e).split(";")[0]) from None
     return [table/name for name in (INDEX, DATABASE, *shards) if (table/name).is_file()]

@@ -395,7 +395,8 @@ class RemoteStore(ShardStore):
         if here not in self.open_files:
             self.open_files[here] = self.remote.fetch(path.name, path, self.sizes[shard], self.digests[shard])
         self.copy.touch(path)
-        return self.open_files[here]
+        shown: Any = self.open_files[here]
+        return shown
 
     def _use_database(self):
         "Every shard needs the database, so it is the last to be deleted."

@@ -63,7 +63,7 @@ def space_facts(
                          "trainer.save_lora(folder) first")
     info = read_note(file)
     header = card_header(folder)
-    variant = VARIANTS.get(info.get("variant"))
+    variant = VARIANTS.get(info.get("variant", ""))
     if variant is None:
         raise ValueError(f"the header of {str(file)!r} names no variant of the model, so the "
                          "Space's pipeline is unknown; load the LoRA with trainer.load_lora and "

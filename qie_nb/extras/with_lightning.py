@@ -392,7 +392,7 @@ def held_out_rows(
 def with_lightning(
     trainer:"QwenImageEditTrainer", # after `fit`, or with a model alone
     lightning:str|Path|dict, # a LoRA for all of `steps`, or {steps: LoRA}; a path or hub id
-    images:object=None, prompts:object=None, # as in `compare_edits`; default held-out pairs
+    images:Any=None, prompts:Any=None, # as in `compare_edits`; default held-out pairs
     targets:list|None=None, # the images after, one a row, to measure the error
     lora:str|Path=NOW, # yours: a file, folder, checkpoint or hub id; default the active one
     steps:list|tuple=(8, 4), # numbers of steps with one Lightning LoRA

@@ -47,7 +47,7 @@ def counted_captions(
 
 def trained_on(
     samples:list, # `Sample`s of the training
-    trigger:str="", # the run's trigger word
+    trigger:str|None="", # the run's trigger word
 ) -> dict: # {} without samples
     "What our note says of the data: pairs, instructions, and the trigger word or the only instruction."
     if not samples:

@@ -65,7 +65,7 @@ class ShardQuantizer:
         self.modulation: dict[str, torch.Tensor] = {} # tensors of blocks that are not complete yet
         self.temb: dict[tuple, torch.Tensor] = {} # {times: time embeddings}
         if sets: # their keys get the digest at the end
-            blocks = len(self.model.transformer_blocks)
+            blocks = len(list(self.model.get_submodule("transformer_blocks").children()))
             self.rows = EmbeddingCacheManager(rows_dir)
             self.table = ModulationTable("", table_dtype, blocks, None, self.rows)
             self.entries = {times: self.table.entries(times) for times in sets}

@@ -187,7 +187,7 @@ def planned_run(
     batches = batches or math.ceil(trained_on / data.batch_size)
     per_epoch = math.ceil(batches / (train.gradient_accumulation_steps * q.processes))
     per_step = samples_per_step(config, q.processes)
-    steps = length.steps_of(per_step, per_epoch)
+    steps = length.steps_of(per_step, per_epoch) or 0
     samples = length.samples or steps * per_step
     count = max(q.devices, q.processes) if gpu else 0
     seconds = run_seconds(q, gpu, samples) if gpu else None

@@ -13,7 +13,7 @@ __all__ = ['AUTO', 'MOST_ON_CPU', 'SCALED', 'AS_DTYPE', 'FREE', 'HOST_SHARE', 'M
 # %% ../../nbs/planning/00b_decisions.ipynb #4595ca71
 import math
 from collections.abc import Sequence
-from typing import Final, overload
+from typing import Any, Final, overload
 
 import torch
 
@@ -130,7 +130,7 @@ def _against_fp16(train:TrainSection, kind:str|None, fsdp:bool) -> str:
     return ""
 
 def choose_quantize(
-    wanted:object, # `model.quantize`
+    wanted:Any, # `model.quantize`
     known:str|None=None, # of a prequantized copy, or as it is set on the trainer; none: not at all
 ) -> Choice: # a name, or None
     "How the transformer is quantized."

@@ -452,7 +452,7 @@ class DiskLimit(NamedTuple):
     room: int # bytes available
     items: list[Item]
 
-def _limit(what:str, room:int, items:list[Item]) -> DiskLimit:
+def _limit(what:str, room:Any, items:list[Item]) -> DiskLimit:
     "What of the items is certain, against the room for them."
     certain = sum(i.bytes for i in items if not i.estimated)
     return DiskLimit(what, certain, room, items)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -448,7 +448,7 @@ class DecodingFacts:
 
 def decoding_facts(
     components:"EditModel",
-    device:object, # torch.device or name
+    device:Any, # torch.device or name
     pixels:int, # of the largest image
 ) -> DecodingFacts: # the device alone, if it is no CUDA GPU
     "The facts of decoding on a device now."

@@ -11,7 +11,7 @@ __all__ = ['MOST_AT_ONCE', 'LARGE', 'PUBLISHED', 'PredictionFacts', 'prediction_
 # %% ../../nbs/planning/00c_parts.ipynb #16684ea5
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 
@@ -229,12 +229,12 @@ def _most_exact(facts:TextEncoderFacts) -> Choice:
     return Choice(kind, f"the smallest; none fits {facts.room / 1e9:.1f} GB", _TEXT)
 
 @overload
-def choose_text_encoder_quantize(wanted:object, offload:bool, facts:TextEncoderFacts) -> Choice: ...
+def choose_text_encoder_quantize(wanted:Any, offload:bool, facts:TextEncoderFacts) -> Choice: ...
 @overload
 def choose_text_encoder_quantize(
-    wanted:object, offload:bool=False, facts:TextEncoderFacts|None=None) -> Choice|None: ...
+    wanted:Any, offload:bool=False, facts:TextEncoderFacts|None=None) -> Choice|None: ...
 def choose_text_encoder_quantize(
-    wanted:object, # `model.text_encoder_quantize`
+    wanted:Any, # `model.text_encoder_quantize`
     offload:bool=False, # `model.text_encoder_offload`
     facts:TextEncoderFacts|None=None, # None: not known yet
 ) -> Choice|None: # a name, or None; None: the facts decide
@@ -426,7 +426,7 @@ def is_tiny(q:MemoryQuery) -> bool:
 def text_encoder_choice(
     q:MemoryQuery,
     gpu:Gpu,
-    wanted:object=AUTO, # `model.text_encoder_quantize`
+    wanted:Any=AUTO, # `model.text_encoder_quantize`
     offload:bool=False, # `model.text_encoder_offload`
 ) -> Choice:
     "How a text encoder of the published size is quantized on a GPU, with an empty cache."

@@ -398,7 +398,7 @@ def edit_cached(
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f01
 def cached_data(
-    trainer:"QwenImageEditTrainer",
+    trainer:Any, # or its `RunData`: something with a configuration and a data set
     data:Any=None, # `ImageDataset`, loader, configuration or folder; default the trainer's own
 ) -> ImageDataset: # with the trainer's encoder identity
     "A data set with its cache. Raises ValueError if there is none."
@@ -417,7 +417,7 @@ def cached_data(
     return found
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f02
-def cached_edits(trainer:"QwenImageEditTrainer", dataset:ImageDataset, indices:Sequence[int], true_cfg_scale:float=4.0, seeds:Sequence[int]=()) -> list:
+def cached_edits(trainer:Any, dataset:ImageDataset, indices:Sequence[int], true_cfg_scale:float=4.0, seeds:Sequence[int]=()) -> list:
     "Samples as (`Edit`, `EncodedEdit`). Raises ValueError for a wrong index or a missing empty prompt."
     bad = [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
     out = []

@@ -113,7 +113,7 @@ class RunAttributes:
         self.data.use_cache = value
 
     @property
-    def cache_dir(self) -> str|list:
+    def cache_dir(self) -> str|list[str]|None:
         "The folder of the cache, or several."
         return self.data.cache_dir
     @cache_dir.setter
@@ -153,7 +153,7 @@ class RunAttributes:
         self.data.samples = value
 
     @property
-    def held_out(self) -> ImageDataset|None:
+    def held_out(self) -> Any: # `ImageDataset`, or None without held-out pairs
         "The held-out pairs; None without them."
         return self.data.validation
     @held_out.setter
@@ -179,7 +179,7 @@ class RunAttributes:
         return self.adapters.origin
 
     @property
-    def placement(self) -> "Placement|None":
+    def placement(self) -> Any: # `Placement`, None before the parts are placed
         "The `Placement` of the last plan to predict, or None."
         return self.predictor.placement
     @placement.setter

@@ -91,10 +91,12 @@ class RunPosition:
         steps_per_epoch = -(-batches // per_step)
         done = -(-self.position // per_step) # steps of the current epoch
         begun = self.global_step - done # at the current epoch
-        self.max_steps = length.steps_of(per_step * batch_size)
-        if self.max_steps is None: # an earlier epoch may have had other batches
-            self.max_steps = begun + (length.epochs - self.epoch) * steps_per_epoch
-        self.num_epochs = self.epoch + -(-(self.max_steps - begun) // steps_per_epoch)
+        steps = length.steps_of(per_step * batch_size)
+        if steps is None: # an earlier epoch may have had other batches
+            epochs = length.epochs or self.epoch # without steps a length has epochs
+            steps = begun + (epochs - self.epoch) * steps_per_epoch
+        self.max_steps = steps
+        self.num_epochs = self.epoch + -(-(steps - begun) // steps_per_epoch)
 
 # %% ../../nbs/training/00_callbacks.ipynb #f2199806
 @dataclass

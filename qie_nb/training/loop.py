@@ -10,7 +10,7 @@ __all__ = ['accumulate_gradients', 'take_step', 'train', 'raise_if_failed', 'own
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -50,7 +50,8 @@ def accumulate_gradients(trainer:"QwenImageEditTrainer", group:StepBatches) -> t
                 loss = loss * (count * n / group.samples)
             loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
-    return total
+    summed: Any = total # a step has one batch or more
+    return summed
 
 # %% ../../nbs/training/10_loop.ipynb #5f5e2da2
 def take_step(trainer:"QwenImageEditTrainer", group:StepBatches):
@@ -201,7 +202,8 @@ def rollback_torn_step(trainer:"QwenImageEditTrainer"):
         return
     print("The last step was interrupted half-way and there is no checkpoint; starting from step 0")
     trainer.state.reset()
-    trainer._transformer().delete_adapters("default")
+    delete: Any = trainer._transformer().delete_adapters # of diffusers
+    delete("default")
     trainer.adapters.ema = trainer.finite = None
     trainer.started = False
 

@@ -12,7 +12,7 @@ import hashlib, io, json, os, tempfile, time, uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,7 +161,7 @@ def diff_runs(was:dict, now:dict) -> list: # one sentence each
     kind = {"-1d": "running", "-3d": "3d"} # how an identity of the encoders ends
     at = [kind.get((fp.get("encoders") or "")[-3:]) for fp in (was, now)]
     if None not in at and at[0] != at[1] and was["encoders"][:-3] == now["encoders"][:-3]:
-        facts[-1] = ("positions of image tokens (`model.image_positions`)", *at)
+        facts[-1] = ("positions of image tokens (`model.image_positions`)", at[0], at[1])
     found = [f"{k}: {old} in the checkpoint, {new} now" for k, old, new in facts if old != new]
     if was.get("data") and now.get("data") and was["data"] != now["data"]:
         found.append(_data_difference(was["data"], now["data"]))
@@ -183,7 +183,7 @@ def _model_misfit(config:Config, state:dict) -> str: # "" if it fits; `state`: o
     "Why a checkpoint belongs to another model."
     name = config.model.pretrained_model_name_or_path
     was = (state.get("run") or {}).get("base")
-    old = str(value_of(state.get("config"), "model.pretrained_model_name_or_path") or name)
+    old = str(value_of(state.get("config") or {}, "model.pretrained_model_name_or_path") or name)
     other = f"which belongs to a run with another model ({Path(old).name})"
     folder = model_folder(name)
     if folder.is_dir():
@@ -408,7 +408,8 @@ class RunResume:
             ema.restart(saved.state.get("ema_updates") or 0)
         put_back(tr, load_file(saved.folder/lora.WEIGHT_NAME))
         known = OPTIMIZERS[self.config.optimizer.name]
-        known.load(self.state.optimizer, sharded_state(saved.optimizer, lora.lora_parameters(tr)))
+        optimizer: Any = self.state.optimizer # made before a checkpoint is read
+        known.load(optimizer, sharded_state(saved.optimizer, lora.lora_parameters(tr)))
         if saved.rng is not None:
             torch.set_rng_state(saved.rng)
         self.restore_state(saved)

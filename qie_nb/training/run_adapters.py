@@ -75,7 +75,7 @@ class Sampling(NamedTuple):
 class FewSteps(NamedTuple):
     "The schedule of a run, and the LoRA for few steps that it belongs to."
     path:str|Path # "" without such a LoRA
-    schedule:object # `SamplingSchedule`
+    schedule:Any # `SamplingSchedule`
 
 # %% ../../nbs/training/07_run_adapters.ipynb #a5a71104
 NEXT = dict(diffusers="next: trainer.predict(image, prompt) uses it, README.md beside it shows it in diffusers, "
@@ -373,7 +373,8 @@ class RunAdapters:
 
     def card_facts(self) -> dict: # as for `model_card`
         "What a model card says of its run."
-        samples, held = (), None
+        samples: Any = () # `Sample`s
+        held = None
         if self.data is not None:
             samples = self.data.samples or ()
             held = self.data.validation
@@ -414,14 +415,15 @@ class RunAdapters:
     def workflow_facts(self,
         name:str, # of the LoRA's file
         schedule:str|dict|None=None, # as for `few_steps`
-    ) -> "WorkflowFacts":
+    ) -> Any: # `WorkflowFacts`
         "What a ComfyUI workflow needs. Raises ValueError if ComfyUI's nodes for the variant are unknown."
         from qie_nb.extras.comfyui_workflow import WorkflowFacts
         model = self.components.variant.comfyui
         if model is None:
             raise ValueError(f"`workflow` knows no nodes of ComfyUI for variant {self.components.variant.name}; save "
                              "without `workflow`")
-        facts, g = self.card_facts(), self.geometry()
+        facts = self.card_facts()
+        g = self.geometry()
         path, s = self.few_steps(schedule)
         shift = shift_factor({**self.components.get("scheduler").config, **s.scheduler},
                              math.prod(g.image_size) // 256)
@@ -437,13 +439,13 @@ class RunAdapters:
         schedule:str|dict|None=None, # to store for `predict`: a name in `SCHEDULES`, or a dict with steps
         card:bool=True, # write README.md into a folder?
         workflow:bool=False, # write a ComfyUI workflow beside a file for ComfyUI?
-        title:str|None=None, thumbnail:object=None, # for LoRA managers; image or path
-    ) -> Path: # None in processes that do not write it
+        title:str|None=None, thumbnail:Any=None, # for LoRA managers; image or path
+    ) -> Any: # a `Path`; None in processes that do not write it
         "Write the adapter, or its running mean. All processes must call this."
         if workflow and format != "comfyui":
             raise ValueError(f"`workflow` needs `format` comfyui, got {format!r}; call "
                              "save_lora(path, format='comfyui', workflow=True)")
-        info = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
+        info: dict[str, Any] = dict(schedule=vars(as_schedule(schedule))) if schedule else {}
         if title:
             info["title"] = title
         small = thumbnail_of(thumbnail) if thumbnail is not None else ""

@@ -135,7 +135,7 @@ class RunData:
         components:EditModel,
         config:Config|dict|None=None,
         geometry:Callable|None=None, # function of a `DataSection` or None
-        run_table:"RunTable|None"=None, # without it precompute makes no table
+        run_table:"Any"=None, # a `RunTable`; without it precompute makes no table
         device:str|torch.device="cpu", # of the encoders, unless `cache` names one or there is a planner
         planner:"Planner|None"=None, # of the run
     ):
@@ -254,7 +254,7 @@ class RunData:
         "The plan's choice for these samples and for the checkpoint that is continued or judged."
         c = self.config.train
         before = None
-        folder = self.evaluated or self.continued
+        folder: Any = self.evaluated or self.continued # a `Path`, or None
         if c.resume_checkpoint or folder:
             with suppress(Exception): # a wrong checkpoint is reported later
                 if not folder:
@@ -466,7 +466,8 @@ class RunData:
                         prefix = "empty_"
                 else:
                     if batch["image"][n] is None:
-                        images = dataset.images(n)
+                        source: Any = dataset # a batch without images is of a data set
+                        images = source.images(n)
                     else:
                         images = dict(image=batch["image"][n], control=as_list(batch["control"][n]))
                     tensors = encode_uncached(enc, images, prompt, geometry, from_pair[n])

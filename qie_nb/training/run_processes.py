@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ def state_message(trainer:"QwenImageEditTrainer") -> dict: # JSON-ready
     out["work"] = work_message(s)
     if s.loss is not None and logged(trainer):
         out["loss"] = float(s.loss)
-        out["grad_norm"] = float(s.grad_norm)
+        out["grad_norm"] = float(cast(Any, s.grad_norm))
     out["images"] = s.eval_images and list(map(_image_message, s.eval_images))
     return out
 
@@ -146,7 +146,7 @@ def job_config(
     c = trainer.config.model_copy(deep=True)
     c.cache.use_cache = trainer.data.use_cache
     c.cache.cache_dir = trainer.data.cache_dir
-    c.model.quantize = trainer.quantize
+    c.model.quantize = cast(Any, trainer.quantize)
     for name, value in (dict(num_processes=1) | train).items():
         setattr(c.train, name, value)
     return c.model_dump(mode="json")

@@ -249,7 +249,7 @@ class RunTable:
         if not self._is_needed(cache): return []
         table = self.empty_table(cache)
         t = self.transformer_config()
-        if not table.cache.writable or table.folder is None: return []
+        if table.cache is None or not table.cache.writable or table.folder is None: return []
         width = t["num_attention_heads"] * t["attention_head_dim"]
         sizes = []
         for times in self.table_sets(table.dtype, dataset):

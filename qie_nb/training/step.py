@@ -10,7 +10,7 @@ __all__ = ['to_device', 'flow_matching_loss', 'batch_seeds', 'step_strata', 'Noi
 # %% ../../nbs/training/01_step.ipynb #b7d6c4e5
 import random
 from contextlib import closing, contextmanager, nullcontext
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,7 +46,7 @@ def flow_matching_loss(
     sigmas:torch.Tensor, # [B] noise levels in (0, 1]
     device:torch.device|str="cpu",
     dtype:torch.dtype=torch.float32, # of the frozen weights
-    weighting:str="none", # `train.loss_weighting`
+    weighting:str|Callable="none", # `train.loss_weighting`
     mask_min_weight:float=1., # where the batch's `mask` is black; 1 ignores masks
     variant:Variant=QWEN_IMAGE,
 ) -> torch.Tensor: # [B] float32
@@ -158,12 +158,13 @@ def split_by_prompt_length(
         rows.setdefault(n, []).append(i)
     if not rows or together and len(rows) > 1: return [BatchPart(slice(None), pad_batch(batch))]
     for n, at in rows.items():
-        embeds = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else None
-        take = partial(_rows_of, rows=None if len(rows) == 1 else at)
+        take: Callable[[Any], Any] = partial(_rows_of, rows=None if len(rows) == 1 else at)
+        embeds = torch.stack([prompts[i] for i in at]) if isinstance(prompts, list) else take(prompts)[:, :n]
         parts.append(BatchPart(slice(None) if len(rows) == 1 else at, dict(
             pixel_latent=take(batch["pixel_latent"]), prompt_embeds_mask=None,
             control_latent=[take(c) for c in as_list(batch["control_latent"])],
-            prompt_embed=take(prompts)[:, :n] if embeds is None else embeds, mask=take(batch.get("mask")))))
+            prompt_embed=embeds,
+            mask=take(batch.get("mask")))))
     return parts
 
 # %% ../../nbs/training/01_step.ipynb #cdfb7f53
@@ -220,7 +221,8 @@ class BatchStream:
             batches = iter(self.loader) if self.loader.num_workers else prefetch(self.loader)
         else:
             batches = islice(iter(self.loader), state.position, None)
-        with closing(batches) if hasattr(batches, "close") else nullcontext():
+        closed: Any = batches
+        with closing(closed) if hasattr(batches, "close") else nullcontext():
             while group := list(islice(batches, self.accumulate)):
                 own = [[batch_size(b)] for b in group] if sizes is None else list(islice(sizes, len(group)))
                 yield StepBatches(group, own, rank)

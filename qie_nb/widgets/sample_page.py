@@ -58,7 +58,7 @@ def variant_of(
 ) -> Variant|None: # None if it is unknown
     "The model's, else that of the cache's encoder. Sets the data set's areas to the model's."
     if components is None:
-        return VARIANTS.get((dataset.identity or {}).get("variant"))
+        return VARIANTS.get((dataset.identity or {}).get("variant", ""))
     if not dataset.areas and dataset.identity is None:
         dataset.set_areas(components.areas)
     return components.variant
@@ -285,7 +285,7 @@ def decoded(
 # %% ../../nbs/widgets/00_sample_page.ipynb #ab1e0006
 def image_or_problem(
     source:Any, # as for `open_image`
-    aspect:tuple[int, int]|None, # crop to it
+    aspect:tuple[int, ...]|None, # (width, height): crop to it
 ) -> "Image.Image | str": # RGB, or why it cannot be read
     "An image to show."
     try:

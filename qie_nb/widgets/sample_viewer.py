@@ -180,8 +180,8 @@ class SampleBrowser:
         "Read every image once to find near duplicates, swapped pairs and unreadable images."
         samples = self.dataset.samples
         prompts = [s.prompt for s in samples]
-        looks: list[tuple|None] = []
-        digests: list[tuple|None] = []
+        looks: list[Any] = [] # None for a sample that cannot be read
+        digests: list[Any] = []
         self.broken = []
         status = StatusText(len(samples), "read images", tell)
         for i, s in enumerate(samples):

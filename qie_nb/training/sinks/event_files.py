@@ -70,7 +70,8 @@ def quiet_writer(
                 thread.join(1) # it may not have come to its report yet
         raise
     else:
-        writer.file_writer.event_writer._async_writer._worker._invoke_excepthook = _say_nothing
+        file_writer: Any = writer.file_writer
+        file_writer.event_writer._async_writer._worker._invoke_excepthook = _say_nothing
     finally:
         threading.excepthook = before
     return writer
