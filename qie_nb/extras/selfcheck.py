@@ -434,9 +434,8 @@ class SelfCheck:
         row:dict, # of `compare_traces`
     ) -> bool:
         "Is it within the tolerance, a pixel within one grey level? A number that is not finite is not."
-        if row["stage"].startswith("image"):
-            return row["difference"] <= 1
-        return row["relative"] <= self.facts["tolerance"]
+        is_image = row["stage"].startswith("image")
+        return row["difference"] <= 1 if is_image else row["relative"] <= self.facts["tolerance"]
 
     @property
     def not_finite(self) -> list[str]:

@@ -345,7 +345,7 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/training/test_run_processes.py::"
         "test_a_quantization_that_was_set_on_the_trainer_is_handed_to_the_processes", [
         Change("training/run_processes", "job_config",
-               "c.model.quantize = trainer.quantize", "pass")]),
+               "c.model.quantize = cast(Any, trainer.quantize)", "pass")]),
     "each started process starts processes": Mutation(
         "tests/training/test_run_processes.py::test_a_started_process_starts_no_others", [
         Change("training/run_processes", "job_config", "dict(num_processes=1) | train", "train")]),

@@ -8,7 +8,8 @@ import torch
 from qie_nb.training.callbacks import EvalImage, EvalWork, RunState
 from qie_nb.config import Config, LoggingSection
 from qie_nb.logging import ProgressCallback, progress_callback
-from qie_nb.widgets.training_panel import TrainingPanel, curve_svg, smooth, ticks
+from qie_nb.widgets.loss_curve import curve_svg, smooth, ticks
+from qie_nb.widgets.training_panel import TrainingPanel
 from qie_nb.core.display import Progress, VIEW
 from qie_nb.planning.plan import Planner
 from qie_nb.trainer import QwenImageEditTrainer
