@@ -62,7 +62,7 @@ def lanes() -> dict: # {name: rows of parts}
                Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
         all=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
-             [make("browser", "BROWSERS=w8", "LANE=browser and not weekly")]],
+             [make("browser", "BROWSERS=w8", "LANE=browser and not weekly"), make("types")]],
         weekly=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser"),
                  make("mutations"), make("faults"), make("kills"), make("outputs")],
                 [make("browser"), make("space")]])

@@ -154,7 +154,9 @@ def _find(trainer:"QwenImageEditTrainer", name) -> FoundAdapter:
     names = [n for n in trainer.active_adapters() if n != "default"]
     return FoundAdapter(None, trainer.lora_origin, " + ".join(names) or "with LoRA")
 
-def _sampling(trainer:"QwenImageEditTrainer", name, found, schedule:str|dict|None, steps:int|None, cfg) -> tuple: # (steps, true_cfg_scale, scheduler)
+def _sampling(
+    trainer:"QwenImageEditTrainer", name, found, schedule:str|dict|None, steps:int|None, cfg,
+) -> tuple: # (steps, true_cfg_scale, scheduler)
     used = [found[:2]] if found.file else []
     if name == NOW:
         used = [(file, info) for _, file, info in trainer.adapters.in_use]
@@ -283,7 +285,9 @@ def _activate(tr:Any, column, before, loaded): # the file that is loaded now
 # %% ../../nbs/evaluation/03_compare.ipynb #cb845e82
 def denoise_columns(
     trainer:"QwenImageEditTrainer",
-    columns:Sequence[Column], edits:Sequence, encoded:Sequence["EncodedEdit"], # lists of `Column`, and of `Edit` and `EncodedEdit`, one per row
+    columns:Sequence[Column],
+    edits:Sequence, # of `Edit`, one per row
+    encoded:Sequence["EncodedEdit"], # the same
     progress:bool=True, # show rate and time left?
 ) -> list: # per row a list of uint8 [H, W, 3], one per column
     "Edit every row with the settings of every column; an adapter is loaded once for its columns."
@@ -338,7 +342,9 @@ def compare_edits(
     trainer:"QwenImageEditTrainer",
     images:Any, # one for all rows, or a list with an entry per row, which may be a list of control images
     prompts:str|Sequence[str], # the instruction, or one per row
-    checkpoints:Sequence|None=None, scales:Sequence[float]|None=None, seeds:Sequence[int]|None=None, # columns, see `columns_of`; default base and now
+    checkpoints:Sequence|None=None, # columns, see `columns_of`; default base and now
+    scales:Sequence[float]|None=None,
+    seeds:Sequence[int]|None=None,
     targets:Any=None, # the true result of each row, to measure the error
     seed:int=0, # of the noise, where `seeds` is not given
     negative_prompt:str="", # "" is encoded as " "

@@ -51,7 +51,13 @@ def sampling_schedule(
     return own
 
 # %% ../../nbs/sampling/00_denoising.ipynb #e8a2c6d3
-def start_noise(shape:tuple, seed:int, generator:torch.Generator|None, device:str|torch.device, dtype:torch.dtype) -> torch.Tensor: # [B, C, 1, h, w]
+def start_noise(
+    shape:tuple, # (B, 1, C, h, w)
+    seed:int,
+    generator:torch.Generator|None, # instead of the seed
+    device:str|torch.device,
+    dtype:torch.dtype,
+) -> torch.Tensor: # [B, C, 1, h, w]
     "Noise as the pipelines draw it: [B, 1, C, h, w] on the generator's device."
     from diffusers.utils.torch_utils import randn_tensor
     g = generator or torch.Generator("cpu").manual_seed(seed)

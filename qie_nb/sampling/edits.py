@@ -82,7 +82,10 @@ def images_of(given:Any) -> list: # PIL images
     return [as_image(p) for p in several]
 
 # %% ../../nbs/sampling/01_edits.ipynb #34df9988
-def at_size(image:Image.Image|np.ndarray, like:np.ndarray) -> np.ndarray: # PIL image or uint8 [H, W, 3]; uint8 at the other's size
+def at_size(
+    image:Image.Image|np.ndarray, # an array is uint8 [H, W, 3]
+    like:np.ndarray, # uint8 [h, w, 3]
+) -> np.ndarray: # uint8 [h, w, 3]
     "An image as uint8 [H, W, 3] at the size of another."
     im = image if isinstance(image, Image.Image) else Image.fromarray(image)
     im = im.convert("RGB")
@@ -230,7 +233,9 @@ def _nothing(name:str) -> None:
 
 # %% ../../nbs/sampling/01_edits.ipynb #c3ba9901
 def encode_edits(
-    encoder:"Encoder", edits:Sequence[Edit], geometry:Geometry, # `Encoder`, list of `Edit`, `Geometry` of the control images
+    encoder:"Encoder",
+    edits:Sequence[Edit],
+    geometry:Geometry, # of the control images
     guidance:bool=True, # encode the negative prompts?
     at:Callable[[str], Any]=_nothing, # places the component of this name
 ) -> list: # of `EncodedEdit`
@@ -290,9 +295,16 @@ def denoise_encoded(
                    on_estimate, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee75c
-def check_sampling(scheduler:Any, edits:Sequence[Edit], factor:int, steps:int, true_cfg_scale:float, overrides:dict|None=None,
-                   variant:Variant=QWEN_IMAGE):
-    "Raises ValueError for sampling settings that cannot work; `factor` is the VAE's."
+def check_sampling(
+    scheduler:Any,
+    edits:Sequence[Edit],
+    factor:int, # image pixels per latent pixel
+    steps:int,
+    true_cfg_scale:float,
+    overrides:dict|None=None, # changes of the scheduler's config
+    variant:Variant=QWEN_IMAGE,
+):
+    "Raises ValueError for sampling settings that cannot work."
     scale = true_cfg_scale
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(
@@ -306,7 +318,10 @@ def run_edits(
     encoder:"Encoder",
     at:Callable[[str], Any], # returns the component of this name, placed; called when its stage begins
     edits:Sequence[Edit], geometry:Geometry, # as in `encode_edits`
-    steps:int=20, true_cfg_scale:float=4.0, overrides:dict|None=None, dtype:torch.dtype|None=None, on_step:Callable|None=None,
+    steps:int=20, true_cfg_scale:float=4.0, # these and the next as in `denoise_encoded`
+    overrides:dict|None=None,
+    dtype:torch.dtype|None=None,
+    on_step:Callable|None=None,
     watch:Any=None, # `EditProgress`
 ) -> list: # uint8 [H, W, 3] each
     "Edit as the diffusers pipelines do, stage by stage."
@@ -318,8 +333,19 @@ def run_edits(
                        encoder.vae_2d, variant)
 
 # %% ../../nbs/sampling/01_edits.ipynb #050ee702
-def run_encoded(at:Callable[[str], Any], scheduler:Any, encoded:Any, edits:Sequence[Edit], steps:int, true_cfg_scale:float, overrides:dict|None, dtype:torch.dtype|None, on_step:Callable|None, watch:Any,
-                vae_2d:bool, variant:Variant=QWEN_IMAGE) -> list:
+def run_encoded(
+    at:Callable[[str], Any], # as in `run_edits`
+    scheduler:Any,
+    encoded:Any, # list of `EncodedEdit`
+    edits:Sequence[Edit],
+    steps:int, true_cfg_scale:float, # these and the next as in `denoise_encoded`
+    overrides:dict|None,
+    dtype:torch.dtype|None,
+    on_step:Callable|None,
+    watch:Any, # `EditProgress`, or None
+    vae_2d:bool, # decode with 2D convolutions?
+    variant:Variant=QWEN_IMAGE,
+) -> list: # uint8 [H, W, 3] each
     "The stages after encoding."
     transformer = at("transformer")
     latents: list[torch.Tensor] = []
@@ -352,7 +378,11 @@ def eval_mode(transformer:Any) -> Iterator[None]:
     finally:
         transformer.train(was)
 
-def load_batch(trainer:"QwenImageEditTrainer", dataset:ImageDataset, indices:Sequence[int]): # a batch with the four cached tensors
+def load_batch(
+    trainer:"QwenImageEditTrainer",
+    dataset:ImageDataset,
+    indices:Sequence[int],
+) -> Any: # a batch with the four cached tensors
     "Samples of one bucket; what the cache lacks is encoded."
     batch = collate([dataset[i] for i in indices], dataset.geometry, dataset.config)
     return batch if is_cached(batch) else {**batch, **trainer.encode_batch(batch)}
@@ -387,7 +417,11 @@ def encoded_sample(trainer:"QwenImageEditTrainer", dataset:ImageDataset, i:int, 
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9fef
 def edit_cached(
-    trainer:"QwenImageEditTrainer", encoded:Any, steps:int=20, true_cfg_scale:float=4.0, seed:int=0, overrides:dict|None=None, on_step:Callable|None=None,
+    trainer:"QwenImageEditTrainer",
+    encoded:Any, # `EncodedEdit`, or an object with its fields
+    steps:int=20, true_cfg_scale:float=4.0, seed:int=0, # these and the next as in `denoise_encoded`
+    overrides:dict|None=None,
+    on_step:Callable|None=None,
 ) -> torch.Tensor:
     "`denoise_encoded` with a trainer's transformer, where it is."
     tr = trainer._transformer()
@@ -417,7 +451,13 @@ def cached_data(
     return found
 
 # %% ../../nbs/sampling/01_edits.ipynb #0dfa9f02
-def cached_edits(trainer:Any, dataset:ImageDataset, indices:Sequence[int], true_cfg_scale:float=4.0, seeds:Sequence[int]=()) -> list:
+def cached_edits(
+    trainer:Any, # or its `RunData`
+    dataset:ImageDataset,
+    indices:Sequence[int],
+    true_cfg_scale:float=4.0,
+    seeds:Sequence[int]=(), # one per sample
+) -> list:
     "Samples as (`Edit`, `EncodedEdit`). Raises ValueError for a wrong index or a missing empty prompt."
     bad = [i for i in indices if type(i) is not int or not 0 <= i < len(dataset)]
     out = []

@@ -175,7 +175,12 @@ def write_pairs(out:Path, pairs:int, held_out:int):
     make_pairs(out/"held_out", EDIT, held_out, seed=1, split="held_out")
 
 # %% ../../nbs/tiny/01_photos.ipynb #a111db4c
-def answers(trainer:"QwenImageEditTrainer", held_out:"ImageDataset", seeds:Sequence[int]=SEEDS, steps:int=8) -> list: # per seed, per sample: uint8 [H, W, 3]
+def answers(
+    trainer:"QwenImageEditTrainer",
+    held_out:"ImageDataset",
+    seeds:Sequence[int]=SEEDS, # of the noise
+    steps:int=8,
+) -> list: # per seed, per sample: uint8 [H, W, 3]
     "The model's edits of an `ImageDataset`."
     out = []
     for seed in seeds:
