@@ -2,6 +2,7 @@
 import ast, inspect, json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,3 +191,13 @@ def test_a_cache_folder_that_is_set_on_the_trainer_is_its_caches(tmp_path):
     trainer.cache_dir = str(tmp_path/"elsewhere")
     assert trainer.cache_dir == trainer.data.cache_dir == str(tmp_path/"elsewhere")
     assert str(tmp_path/"elsewhere") in str(trainer.data.open_cache().cache_dir)
+
+
+def test_the_last_good_checkpoint_is_kept_while_steps_are_skipped(monkeypatch):
+    trainer = QwenImageEditTrainer(dict(preset="tiny"))
+    pruned = []
+    monkeypatch.setattr(type(trainer.checkpoints), "prune", lambda self: pruned.append(trainer.finite.row))
+    for skipped in (0, 2):
+        trainer.finite = SimpleNamespace(row=skipped) # steps in a row
+        trainer.prune_checkpoints()
+    assert pruned == [0]

@@ -54,7 +54,9 @@ MUTATIONS: dict[str, Mutation] = {
     "host memory named by the wrong setting": Mutation("tests/planning/test_doctor.py", [
         Change("planning/doctor", "memory_findings", '"`train.blocks_to_swap`"',
                '"`train.offload_activations`"')]),
-    "two processes may pin all host memory": Mutation("tests/planning/test_machines.py", [
+    "two processes may pin all host memory": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_two_processes_that_were_asked_for_must_fit_the_host_together", [
         Change("planning/plan", "fits_machine", "memory.host * n", "memory.host")]),
     "after out of memory the first change is forgotten": Mutation(
         "tests/planning/test_machines.py", [
@@ -146,8 +148,7 @@ MUTATIONS: dict[str, Mutation] = {
                "return nullcontext()")]),
     # --- trainer and its parts
     "the last good checkpoint is pruned after skipped steps": Mutation(
-        "tests/training/test_stopping.py::"
-        "test_it_stops_after_several_in_a_row_with_the_last_good_state", [
+        "tests/test_trainer.py::test_the_last_good_checkpoint_is_kept_while_steps_are_skipped", [
         Change("trainer", "QwenImageEditTrainer.prune_checkpoints",
                "self.finite is None or not self.finite.row", "True")]),
     "a resumed run warms up again": Mutation(

@@ -323,7 +323,7 @@ def test_viewer_marks_odd_images_and_masks(odd_set):
     view = sample_viewer(ImageDataset(dict(dataset_path=str(odd_set), image_size=[64, 64])))
     view.select("contents")
     assert [view.dataset.samples[i].id for i in view.chosen] == ["0001", "0002", "0003", "0004"]
-    assert "has values 0 to 59 of 65535" in view.page() and f"{ODD} (4)" in dict(view._options())
+    assert "has values 0 to 59 of 65535" in view.page() and f"{ODD} (4)" in dict(view.options())
 
 
 def test_doctor_names_odd_images(odd_set):

@@ -237,6 +237,17 @@ def test_two_processes_pin_host_memory_twice():
     )
 
 
+def test_two_processes_that_were_asked_for_must_fit_the_host_together():
+    asked = SMALL | dict(model={}, train=dict(blocks_to_swap=True, num_processes=2))
+
+    def fits(memory):
+        machine = replace(KAGGLE, gpus=(T4, T4), memory=memory * GB)
+        facts = PlanFacts(make_config(asked), machine, MODEL, PAIRS, SoFar())
+        return fits_machine(make_plan(*facts), facts)
+
+    assert (fits(60), fits(200)) == (False, True)
+
+
 def test_the_weights_of_a_t4_are_counted_in_float32():
     "In bfloat16 the same run would fit: an H100 of that size takes it."
     eight = dict(
@@ -802,7 +813,7 @@ def test_presets_are_literal_tables():
     assert CARD.keys() == GPU_PRESETS.keys()
     tree = ast.parse(Path(presets.__file__).read_text())
     value = next(
-        node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "GPU_PRESETS"
+        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == "GPU_PRESETS"
     )
     assert ast.literal_eval(value) == GPU_PRESETS
 
