@@ -125,7 +125,8 @@ MUTATIONS = {
     "processes take the same batches": Mutation("tests/devices/test_distributed.py", [
         Change("data/batches", "BucketBatchSampler.__iter__",
                "(r[self.rank:self.rank + 1] or [r[0][:1]])[0]", "r[0]")]),
-    "a foreign loader begins again on resume": Mutation("tests/training/test_randomness.py", [
+    "a foreign loader begins again on resume": Mutation(
+        "tests/training/test_step.py::test_another_loader_is_taken_up_where_the_run_stopped", [
         Change("training/step", "BatchStream.groups",
                "islice(iter(self.loader), state.position, None)", "iter(self.loader)")]),
     "captions dropped for all samples at once": Mutation("tests/training/test_randomness.py", [
@@ -179,7 +180,8 @@ MUTATIONS = {
     "target resized with another filter": Mutation("tests/parity/test_pipelines.py", [
         Change("data/samples", "load_images",
                "Image.Resampling.LANCZOS", "Image.Resampling.BICUBIC")]),
-    "a changed file goes unnoticed": Mutation("tests/encoding/test_precompute.py", [
+    "a changed file goes unnoticed": Mutation(
+        "tests/data/test_samples.py::test_a_changed_image_is_refused", [
         Change("data/samples", "open_unchanged",
                "digest and source_digest(data) != digest", "False")]),
     "mask resized without averaging": Mutation(
