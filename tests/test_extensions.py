@@ -252,7 +252,9 @@ def focus():
 
 def test_names_are_registered_and_valid():
     assert QUANTIZATIONS["six"].label == "6-bit (six)" and OPTIMIZERS["momentum"].package == ""
-    assert "six" in registered("quantization") and "momentum" in registered("optimizer") and Lines.key in registered("sink")
+    assert "six" in registered("quantization")
+    assert "momentum" in registered("optimizer")
+    assert Lines.key in registered("sink")
     c = make_config(SETTINGS)
     assert (c.model.quantize, c.optimizer.name) == ("six", "momentum")
     about = {name: text for name, _, text in describe()}

@@ -351,7 +351,8 @@ MUTATIONS = {
         Change("evaluation/validation_loss", "progress_of_images", "m.image > m.blank", "m.image > 9 * m.blank")]),
     "the loss before the first step does not count for best": Mutation(
         "tests/evaluation/test_advice.py::test_a_run_at_ten_times_the_rate_names_the_rate_and_has_no_best_checkpoint", [
-            Change("training/checkpoint", "CheckpointCallback.on_train_begin", "self.better(trainer.state) and trainer.global_step",
+            Change("training/checkpoint", "CheckpointCallback.on_train_begin",
+                   "self.better(trainer.state) and trainer.global_step",
                    "t.global_step and self.better(t.state)")]),
     "exchanged with the same control": Mutation(
         "tests/evaluation/test_evaluate.py::"

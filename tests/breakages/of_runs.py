@@ -141,7 +141,8 @@ MUTATIONS: dict[str, Mutation] = {
     # --- edits
     "a user's change of the scheduler loses to the schedule": Mutation(
         "tests/test_predict.py::test_a_change_of_the_scheduler_wins_over_the_schedule", [
-        Change("predict", "Predictor._sampling", "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
+        Change("predict", "Predictor._sampling",
+               "{**own, **(overrides or {})}", "{**(overrides or {}), **own}")]),
     "predict without the mean of the adapter": Mutation(
         "tests/test_predict.py::test_an_edit_uses_the_mean_of_the_adapter_if_there_is_one", [
         Change("predict", "Predictor._saved_weights", "return self.adapters.ema_weights()",
@@ -268,7 +269,8 @@ MUTATIONS: dict[str, Mutation] = {
                "not same or not now.keys() <= before.keys()", "not now.keys() <= before.keys()")]),
     "a stop in an evaluation is not repeated on resume": Mutation(
         "tests/evaluation/test_evaluate.py::test_a_stop_interrupts_an_evaluation", [
-        Change("evaluation/evaluate", "EvaluationCallback.evaluate", "t.state.pending = name", 't.state.pending = ""')]),
+        Change("evaluation/evaluate", "EvaluationCallback.evaluate",
+               "t.state.pending = name", 't.state.pending = ""')]),
     "an uncertain use of the control images is an alarm": Mutation(
         "tests/evaluation/test_evaluate.py::"
         "test_an_uncertain_use_of_the_control_images_is_news", [

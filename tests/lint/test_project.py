@@ -46,7 +46,9 @@ def test_version_is_the_same_everywhere():
 def tree_of(name):
     "A module without `if __name__ == ...` and `if TYPE_CHECKING`, whose imports are for types alone and never run."
     tree = ast.parse(MODULES[name].read_text())
-    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and re.search("__name__|TYPE_CHECKING", ast.unparse(n.test)))]
+    def is_no_part(node):
+        return isinstance(node, ast.If) and re.search("__name__|TYPE_CHECKING", ast.unparse(node.test))
+    tree.body = [node for node in tree.body if not is_no_part(node)]
     return tree
 
 

@@ -813,7 +813,9 @@ def test_presets_are_literal_tables():
     assert CARD.keys() == GPU_PRESETS.keys()
     tree = ast.parse(Path(presets.__file__).read_text())
     value = next(
-        node.value for node in tree.body if isinstance(node, ast.AnnAssign) and node.target.id == "GPU_PRESETS"
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and node.target.id == "GPU_PRESETS"
     )
     assert ast.literal_eval(value) == GPU_PRESETS
 
