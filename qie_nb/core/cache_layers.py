@@ -89,7 +89,9 @@ class FolderStore:
                     yield key, size
 
 # %% ../../nbs/core/05_cache_layers.ipynb #6ec5081e
-def read_entry(layer:"FolderStore|ShardStore", kind:str, key:str) -> tuple["torch.Tensor", dict]: # as `unpack_entry`
+def read_entry(
+    layer:"FolderStore|ShardStore", kind:str, key:str,
+) -> tuple["torch.Tensor", dict]: # as `unpack_entry`
     "Read an entry and check it; a bad local copy of a remote one is fetched again."
     try:
         return unpack_entry(layer.read(kind, key), kind, key)

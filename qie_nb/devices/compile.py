@@ -70,7 +70,9 @@ def obstacle(transformer:Any) -> str:
 _INPUTS = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "temb", "image_rotary_emb",
            "joint_attention_kwargs", "modulate_index") # of a block, in order
 
-def _mark_dynamic(x:torch.Tensor, text:torch.Tensor, mask:Any, temb:torch.Tensor, rope:Any, kwargs:Any, index:Any):
+def _mark_dynamic(
+    x:torch.Tensor, text:torch.Tensor, mask:Any, temb:torch.Tensor, rope:Any, kwargs:Any, index:Any,
+):
     "Tell the compiler which sizes of a block's inputs change."
     free = torch._dynamo.maybe_mark_dynamic
     many = len(x) > 1

@@ -79,7 +79,9 @@ class CacheStatus(Display):
         bad = self.cache.verify(bar=StatusText(n, "verify", tell))
         seconds = round(time.monotonic() - began, 2)
         self.verified = dict(entries=n, bad=bad, seconds=seconds)
-        remedy = "precompute again" if self.cache.writable else "read-only cache: precompute into a second folder"
+        remedy = "precompute again"
+        if not self.cache.writable:
+            remedy = "read-only cache: precompute into a second folder"
         self.verdict = verdict_html(n, bad, seconds, remedy)
 
     def build(self):

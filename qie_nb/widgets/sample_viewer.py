@@ -422,9 +422,14 @@ class SampleViewer(SampleBrowser, Display):
         wrap = w.Layout(flex_flow="row wrap") # no button is cut off on a narrow page
         def row(*widgets):
             return w.HBox(widgets, layout=wrap)
-        return w.VBox([row(c.back, c.slider, c.on, c.goto), row(c.filter, c.glance, c.scan, c.whole, c.decode),
-                       c.message, c.page, c.caption,
-                       row(c.save, c.undo, c.propose, c.where), row(c.exclude, c.swap)])
+        return w.VBox([
+            row(c.back, c.slider, c.on, c.goto),
+            row(c.filter, c.glance, c.scan, c.whole, c.decode),
+            c.message,
+            c.page,
+            c.caption,
+            row(c.save, c.undo, c.propose, c.where),
+            row(c.exclude, c.swap)])
 
     def make_controls(self) -> SimpleNamespace:
         "The widgets by name."
@@ -527,7 +532,8 @@ class SampleViewer(SampleBrowser, Display):
     def scan_again(self):
         "Read all images, and say what was found."
         self.scan(self.tell)
-        kinds = dict(near="in near duplicates", unchanged="in which nothing changes", sizes=SIZES, contents=ODD)
+        kinds = dict(near="in near duplicates", unchanged="in which nothing changes",
+                     sizes=SIZES, contents=ODD)
         found = [f"{len(self.sets[kind])} pairs {what}" for kind, what in kinds.items() if self.sets[kind]]
         if self.broken:
             found.append(f"{len(self.broken)} that cannot be read")
@@ -538,7 +544,7 @@ class SampleViewer(SampleBrowser, Display):
         self.shown_pairs = True
 
     def propose(self):
-        "Let the text encoder write an instruction for the displayed pair into the text area; nothing is saved."
+        "Let the text encoder write an instruction for the pair into the text area; nothing is saved."
         from qie_nb.extras.instructions import propose_instruction
         s = self.sample
         area = self.controls.caption

@@ -77,7 +77,8 @@ def read_run(
         run.images[tag] = [(event.step, _image(event)) for event in events.Images(tag)]
     for tag in tags["tensors"]:
         if tag.endswith(_TEXT_END):
-            run.texts[tag.removesuffix(_TEXT_END)] = [(event.step, _text(event)) for event in events.Tensors(tag)]
+            name = tag.removesuffix(_TEXT_END)
+            run.texts[name] = [(event.step, _text(event)) for event in events.Tensors(tag)]
     return run
 
 def _image(event:Any) -> np.ndarray:

@@ -418,7 +418,8 @@ class TrainingPanel(Display, Callback):
         try:
             do()
         except Exception as e:
-            print(f"the training panel failed ({type(e).__name__}: {e}); the run continues with plain progress")
+            print(f"the training panel failed ({type(e).__name__}: {e}); "
+                  "the run continues with plain progress")
             s = self.state or RunState()
             Progress.hush = None
             self.text = Progress(s.max_steps, "train", s.global_step)
