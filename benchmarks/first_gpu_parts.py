@@ -251,7 +251,7 @@ def decoder_memory(device: str, side: int, dtype: torch.dtype) -> dict:
     free_memory(torch.device(device))
     held = torch.cuda.memory_allocated() if not tiny else 0
     image = decode_latents(vae, torch.randn(1, 16, 1, pixels // 8, pixels // 8))
-    planned = work_bytes(side * side)["vae"]
+    planned = work_bytes(side * side, dtype.itemsize)["vae"]
     if tiny:
         return dict(shape=list(image.shape), planned_GB=round(planned / 1e9, 2))
     peak = torch.cuda.max_memory_allocated() - held

@@ -332,7 +332,8 @@ def configuration(b, mode, size, steps):
             elif v != OFF.get(k): raise NotThere(f"`{section}.{k}` {v}")
     if mode["train"]["gradient_checkpointing"] == "selective" and known["gradient_checkpointing"].annotation is bool: raise NotThere("`train.gradient_checkpointing` selective")
     out["model"] |= dict(pretrained_model_name_or_path=str(b.folder), lora=dict(r=16, lora_alpha=16, target_modules="attention"))
-    out["train"] |= dict(output_dir=str(b.tmp/"out"), device=b.device.type, mixed_precision="bf16", max_train_steps=steps, save_interval=0, eval_interval=0, val_fraction=0)
+    out["train"].setdefault("mixed_precision", "bf16")
+    out["train"] |= dict(output_dir=str(b.tmp/"out"), device=b.device.type, max_train_steps=steps, save_interval=0, eval_interval=0, val_fraction=0)
     return out | dict(data=dict(dataset_path=str(b.tmp), image_size=[8 * b.sides[size]] * 2, control_area=(8 * b.sides[size]) ** 2, batch_size=1), cache=dict(cache_dir=str(b.tmp/"cache")),
                       logging=dict(log_dir=str(b.tmp/"runs"), report_to="none", log_every=10**6, log_images=False, panel=False))
 

@@ -18,6 +18,17 @@ from qie_nb.models import modulation
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.callbacks import Callback
 
+def noise_image(
+    size, # (width, height)
+    spread=60, # standard deviation of a pixel around 128
+    seed=0,
+) -> Image.Image: # RGB, grey
+    "Noise that is the same in every process; Pillow's own depends on what ran before."
+    width, height = size
+    levels = np.random.default_rng(seed).normal(128, spread, (height, width))
+    return Image.fromarray(levels.clip(0, 255).astype(np.uint8)).convert("RGB")
+
+
 def divided(folder, n) -> dict: # {tensor: its file}
     "Divide the weights of a component into `n` files, as large models are published."
     (file,) = folder.glob("*.safetensors")

@@ -29,9 +29,9 @@ from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.optimizers.base import OPTIMIZERS, Optimizer, rates
 from qie_nb.training.sinks.base import SINKS, Sink
 from qie_nb.tiny.random_models import _scheduler, tiny_folder, tiny_tokenizer
-from helpers import adapters_equal, close_images
+from helpers import adapters_equal, close_images, noise_image
 
-IMAGE = Image.effect_noise((48, 40), 80).convert("RGB")
+IMAGE = noise_image((48, 40), 80)
 
 
 class SixLinear(nn.Linear):

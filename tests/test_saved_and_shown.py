@@ -8,13 +8,14 @@ from qie_nb.cli import main
 from qie_nb.models.variants.base import VARIANTS
 from qie_nb.sampling.edits import as_image
 from qie_nb.tiny.photos import make_pairs
+from helpers import noise_image
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shown")
     make_pairs(folder/"set", "invert", 4, size=(48, 32))
-    Image.effect_noise((64, 64), 60).convert("RGB").save(folder/"photo.png")
+    noise_image((64, 64)).save(folder/"photo.png")
     return folder
 
 

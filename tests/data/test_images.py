@@ -8,6 +8,7 @@ import pytest
 from PIL import Image, ImageOps, PngImagePlugin, features
 
 from qie_nb.data.images import Geometry, RowImage, crop_to, open_image, read_bytes, read_image_size, source_digest
+from helpers import noise_image
 
 RNG = np.random.default_rng(0)
 COLOURS = RNG.integers(0, 255, (20, 30, 3), dtype=np.uint8)
@@ -261,5 +262,5 @@ def test_row_image_in_loader_workers(tmp_path):
 
 @pytest.mark.parametrize("aspect, box", [((1, 1), (20, 0, 80, 60)), ((2, 1), (0, 5, 100, 55))])
 def test_a_crop_keeps_the_centre(aspect, box):
-    image = Image.effect_noise((100, 60), 50)
+    image = noise_image((100, 60), 50)
     assert crop_to(image, aspect) == image.crop(box)

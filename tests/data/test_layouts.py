@@ -8,6 +8,7 @@ from qie_nb.config import DataSection
 from qie_nb.data.dataset import ImageDataset
 from qie_nb.data.pair_checks import LARGE, SHAPES, TINY, TURNED, look, pair_warnings, size_warnings, swap_summary
 from qie_nb.data.samples import config_samples, find_samples
+from helpers import noise_image
 from test_samples import tree
 
 
@@ -157,9 +158,12 @@ def test_marks_of_sizes_come_with_reasons(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("qie_nb.data.prompts._printed", set()) # notes are printed once per process
     make(tmp_path, "after/a.png,b.png,c.jpg before/a.png,b.png,c.jpg")
     exif = Image.Exif(); exif[0x0112] = 6
-    for name, size, kw in (("after/a.png", (1, 1), {}), ("before/a.png", (40, 30), {}), ("after/b.png", (423, 634), {}), ("before/b.png", (800, 300), {}),
-                           ("after/c.jpg", (423, 634), dict(exif=exif)), ("before/c.jpg", (423, 634), {})):
-        Image.effect_noise(size, 60).convert("RGB").save(tmp_path/name, **kw)
+    for seed, (name, size, kw) in enumerate([
+        ("after/a.png", (1, 1), {}), ("before/a.png", (40, 30), {}),
+        ("after/b.png", (423, 634), {}), ("before/b.png", (800, 300), {}),
+        ("after/c.jpg", (423, 634), dict(exif=exif)), ("before/c.jpg", (423, 634), {}),
+    ]):
+        noise_image(size, seed=seed).save(tmp_path/name, **kw)
     d = ImageDataset(dict(dataset_path=str(tmp_path), image_size=512, prompt="x"))
     marks = lambda i: dict(pair_warnings(s := d.samples[i], [look(p) for p in (s.target, *s.controls)], geometry=d.geometry))
     assert "1x1 and is enlarged 512 times" in dict(size_warnings(d.sizes[0], d.geometry)[:1])[TINY]

@@ -18,7 +18,7 @@ from qie_nb.planning.memory import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import stopping
 
-from helpers import OnStep, close_images, settings
+from helpers import OnStep, close_images, noise_image, settings
 from small_transformer import OnOperation, adapted, base, call, far, slow
 
 WILD = dict(residual=2.**18, power=16)
@@ -240,6 +240,6 @@ def test_a_run_with_nan_names_the_block(pairs, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_prediction(pairs, tmp_path):
-    image = Image.effect_noise((64, 64), 60).convert("RGB")
+    image = noise_image((64, 64))
     full, ours = (run(pairs(), tmp_path, how).predict(image, "invert", num_inference_steps=2) for how in ("no", "fp16"))
     assert close_images(full, ours, 2)

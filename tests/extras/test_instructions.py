@@ -123,14 +123,14 @@ def test_images_reach_the_processor_before_first_and_after_last(model, tmp_path)
 
 def test_a_batch_answers_as_each_alone(model, tmp_path):
     t = trainer_of(model, bare_pairs(tmp_path/"pairs"), tmp_path)
-    photos = [Image.effect_noise((56, 84), 60 + 20 * n).convert("RGB") for n in range(3)]
+    photos = [Image.new("RGB", (56, 84), colour) for colour in ("black", "white", "red")]
     sets = [[photos[0], photos[1]], [photos[2], photos[0]]]
     texts = [chat("Why?", 1), chat("Why is it so, and since when?", 1)]
     with writing_model(t) as (part, processor):
         alone = [answers(part, processor, [text], [some])[0] for text, some in zip(texts, sets)]
         assert answers(part, processor, texts, sets) == alone
-        other = answers(part, processor, texts[:1], [sets[0][::-1]])
-    assert alone[0] != alone[1] and other[0] != alone[0], "the model sees the images"
+        others = {answers(part, processor, texts[:1], [[a, b]])[0] for a in photos for b in photos}
+    assert alone[0] != alone[1] and len(others) > 1, "the model sees the images"
 
 
 def test_an_answer_ends_where_the_turn_ends(model, tmp_path):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
-from helpers import write_pairs
+from helpers import noise_image, write_pairs
 from loras import file_of, same, tensors_file, trained
 from qie_nb.lora.adapters import convert_lora, save_lora
 from qie_nb.lora.file_header import (
@@ -116,7 +116,7 @@ def test_a_checkpoint_has_the_same_header(run):
 
 def test_title_and_thumbnail_are_the_users(run, tmp_path):
     t, _ = run
-    photo = Image.effect_noise((90, 60), 40)
+    photo = noise_image((90, 60), 40)
     file = t.save_lora(tmp_path/"x.safetensors", title="Dusk </b>", thumbnail=photo)
     _, header = file_of(file)
     assert header[KEY + "title"] == "Dusk </b>" and against_the_specification(header) == []
@@ -135,7 +135,7 @@ def test_a_thumbnail_shows_the_centre():
 def test_comfyui_shows_the_longest_header(run, tmp_path):
     "Its window asks for headers of at most a mebibyte (ComfyUI, server.py: view_metadata)."
     t, _ = run
-    _, header = file_of(t.save_lora(tmp_path/"x.safetensors", thumbnail=Image.effect_noise((512, 512), 90)))
+    _, header = file_of(t.save_lora(tmp_path/"x.safetensors", thumbnail=noise_image((512, 512), 90)))
     captions = counted_captions([f"{n} " + "日" * LONGEST_CAPTION for n in range(MOST_CAPTIONS)])
     header |= dict(ss_tag_frequency=json.dumps(dict(pairs=captions)), qie_nb=header["qie_nb"] + json.dumps(captions))
     layers = [name for name, shape in expected_shapes(VARIANTS["2511"].published_config()).items()

@@ -27,7 +27,7 @@ from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization,
 from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import PatchConvolutions, divided, on_call, random_lora, settings, slow_except
+from helpers import PatchConvolutions, divided, noise_image, on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
@@ -51,7 +51,7 @@ def run(tr, dtype=torch.float32):
     return tr(x, text, timestep=torch.tensor([0.5], dtype=dtype), img_shapes=[[(1, 4, 4), (1, 4, 4)]], return_dict=False)[0].float()
 
 
-def embed(text_encoder, prompt="make it blue", variant="2511", image=Image.effect_noise((84, 84), 80).convert("RGB"), **kw):
+def embed(text_encoder, prompt="make it blue", variant="2511", image=noise_image((84, 84), 80), **kw):
     return encode_prompt(text_encoder, load_component(tiny_folder(variant), "processor"), VARIANTS[variant], prompt, [image], **kw)[0]
 
 

@@ -29,7 +29,7 @@ from qie_nb.planning.memory import row_dtype, stored_quantization
 from qie_nb.tiny.random_models import save_tiny, tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.resume import checkpoint_misfit
-from helpers import adapters_equal, settings, slow_except, write_pairs
+from helpers import adapters_equal, noise_image, settings, slow_except, write_pairs
 
 PREFIX = "model.diffusion_model."
 MARK = "__index_timestep_zero__"
@@ -303,7 +303,7 @@ def test_a_fit_and_a_prediction_are_those_of_the_folder(bits, tmp_path, variant,
     a.fit(), b.fit()
     assert f"transformer: one.safetensors: 0.0 GB, BF16; taken for {variant}" in capsys.readouterr().out
     assert b.modulation_table is not None and adapters_equal(a, b)
-    images = [Image.effect_noise((80, 48), 60 + 9 * n).convert("RGB") for n in range(controls)]
+    images = [noise_image((80, 48), 60 + 9 * n, seed=n) for n in range(controls)]
     images = images if controls > 1 else images[0]
     assert (edited(a, images) == edited(b, images)).all()
     assert (edited(a, images) != edited(run(root, tmp_path/"c", folder, file), images)).any(), "the adapter changes the edit"
