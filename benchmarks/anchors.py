@@ -1,4 +1,4 @@
-"""Times of training steps that others published, beside those that the planner computes.
+"""Times of training steps that others published, and of ours, beside those that the planner computes.
 
 Its rates rest on them. `benchmarks/session_table.py` puts the table into docs/measured/speed.md.
 Each case has the shapes of the published run, as far as they are known; FLUX.1-dev is written as
@@ -10,10 +10,10 @@ from table import markdown
 
 @dataclass(frozen=True)
 class Anchor:
-    """A published time of a step."""
+    """A published or measured time of a step."""
     what: str
     gpu: str
-    seconds: float # of a step, published
+    seconds: float # of a step
     source: str
     shapes: dict = field(default_factory=dict) # fields of `MemoryQuery`, beside the newest model's at 1024 x 1024
 
@@ -34,11 +34,12 @@ ANCHORS = (
     Anchor("Qwen edit, nf4, 512 x 512", "RTX 5080", 1.7, "AcademiaSD", SMALL_NF4),
     Anchor("text to image, 1328 x 1328", "RTX 6000 Ada", 6.6, "OneTrainer, without a mask", TEXT_TO_IMAGE),
     Anchor("Edit-Plus, batch 2", "A100 80", 14.7, "musubi-tuner issue 694; later 22.4", dict(batch=2)),
-    Anchor("Edit-Plus, two controls, encoded on the fly", "H100", 4.6, "a run on 8 cards; encoding is in it",
-           dict(control=8192)))
+    Anchor("Edit-Plus, random weights", "H100", 1.47, "measured, eager", dict(zero_cond=False)),
+    Anchor("the same, nothing recomputed", "H100", 0.85, "measured, compiled",
+           dict(zero_cond=False, checkpointing=False, compiled=True)))
 
 
 def anchor_table() -> str:
     """Markdown."""
     rows = [[a.what, a.gpu, f"{a.seconds:g} s", f"{a.computed():.1f} s", a.source] for a in ANCHORS]
-    return markdown(["step", "GPU", "published", "computed", "source"], rows)
+    return markdown(["step", "GPU", "measured", "computed", "source"], rows)

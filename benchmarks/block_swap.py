@@ -1,7 +1,7 @@
 """Streamed blocks against blocks that stay on the GPU: step time, peak memory, and how fast copies are.
 
 python benchmarks/block_swap.py [--layers 60] [--size 1024] [--places 2 3] [--inputs] [--modes resident streamed] [--kind nf4] [--out FILE]
-CUDA only; random weights of full size on the modulation table, one image and one control, LoRA r16, full checkpointing. Prints JSON. It has not been run on a GPU yet.
+CUDA only; random weights of full size on the modulation table, one image and one control, LoRA r16, full checkpointing. Prints JSON. Not run on a GPU itself; part 7 of first_gpu.py was.
 --layers below 60 makes both fit a smaller card: the ratio of the times hardly depends on it. Host memory: 0.46 GB a layer in bfloat16, pinned."""
 import argparse, gc, json, platform, statistics, time
 from importlib.metadata import version

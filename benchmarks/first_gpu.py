@@ -6,7 +6,7 @@
 
 `results/first_gpu.json` is written after every part, and what a part had found when its time was over stays.
 A row with `wrong` or `failed` says what to look at; `refused` is a mode that this device cannot run.
-NOT RUN on a GPU yet: there are no results of it. On a CPU all parts have been run, with tiny widths.
+results/gpu_h100.json has the rows of an H100; no other GPU has run it. On a CPU all parts run with tiny widths.
 """
 
 import argparse

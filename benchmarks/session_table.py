@@ -157,6 +157,7 @@ def verdicts(where):
     site, out = SITES[where], []
     q = case(where, AREAS[0], "float32")[0].shown.query
     table = table_bytes(make_config(None), q)
+    sizes = []
     for kind, encoders in (("nf4", True), ("qint8", True), ("qint8", False)):
         size = copy_bytes(replace(q, quantization=kind)) + table
         what = "no encoders"
@@ -164,8 +165,11 @@ def verdicts(where):
             size += sum(TEXT_4BIT) + PUBLISHED["vae"]
             what = "the text encoder in nf4 and the VAE"
         fits = "fits" if size <= site.output else "does not fit"
+        sizes.append(size)
         copy = f"A prequantized {kind} copy with its modulation table ({gb(table)} GB) and {what}"
         out.append(f"- {copy} is {gb(size)} GB: it {fits} into {gb(site.output)} GB.")
+    if min(sizes) > site.output:
+        return f"- No prequantized copy fits into {gb(site.output)} GB; the smallest has {gb(min(sizes))} GB."
     return "\n".join(out)
 
 

@@ -185,7 +185,9 @@ def gpu_table(r):
         for name, v in r.get(part, {}).items():
             if "step_s" not in v: rows.append([part, name, v.get("failed", "")[:80], "", "", "", "", ""]); continue
             rows.append([part, name, of(v["step_s"], digits=3), cell(v, "TFs", 0), cell(v, "over_floor"), cell(v, "times_as_fast_as_bare", 2), cell(v, "peak_allocated_GB", 1), cell(v, "planned_GB", 1)])
-    return markdown(["part", "mode", "s per step", "TF/s", "relative to the limit", "speed relative to bare", "peak GB", "planned GB"], rows) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
+    heads = ["part", "mode", "s per step", "TF/s", "relative to the limit", "speed relative to bare", "peak GB", "planned GB"]
+    shown = [i for i in range(len(heads)) if any(row[i] for row in rows)] # a part that was not measured leaves a column empty
+    return markdown([heads[i] for i in shown], [[row[i] for i in shown] for row in rows]) + f"\n\n{about(r)}; random normal weights of full size, {r['date'][:10]}."
 
 
 def rehearsal_table(r):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TINY', 'MODEL', 'VARIANT_NAMES', 'PUBLISHED_MODELS', 'LICENCE', 'GPU_PRESETS', 'PRESETS', 'TURING', 'GEFORCE',
-           'DATA_CENTRE', 'KNOWN_GPUS', 'NO_BF16', 'NO_KERNELS', 'LEAST_SAMPLES', 'MOST_SAMPLES', 'PASSES',
+           'DATA_CENTRE', 'HOPPER', 'KNOWN_GPUS', 'NO_BF16', 'NO_KERNELS', 'LEAST_SAMPLES', 'MOST_SAMPLES', 'PASSES',
            'ENOUGH_IMAGES', 'EVALUATIONS', 'LEAST_APART', 'LENGTHS', 'Reached', 'KnownGpu', 'known_gpu_name',
            'NamedGpu', 'unknown_gpu_text', 'parse_gpu_name', 'check_model_name', 'preset_of', 'held_out_images',
            'FirstRun', 'first_run', 'check_preset', 'preset_settings', 'with_preset']
@@ -87,8 +87,9 @@ TURING = Reached(0.37, 0.37, "T4: 24 TFLOP/s under its power limit (NVIDIA's for
                              "(Hugging Face blog flux-qlora)")
 GEFORCE = Reached(0.7, 0.7, "RTX 4090: 77 TFLOP/s in a whole step (Hugging Face blog flux-qlora); "
                             "RTX 5080: 64 (AcademiaSD)")
-DATA_CENTRE = Reached(0.36, 0.55, "H100: 200 TFLOP/s in a whole step (a run on 8 cards); A100: 14.7 s "
-                                  "for batch 2 (musubi-tuner issue 694); compiled: computed, not measured")
+DATA_CENTRE = Reached(0.36, 0.55, "A100: 14.7 s for batch 2 (musubi-tuner issue 694); compiled: computed, not measured")
+HOPPER = Reached(0.68, 0.76, "H100: 1.47 s a step eagerly, 0.85 s compiled, at 1024 with one control and random "
+                             "weights (benchmarks/results/gpu_h100.json)")
 
 
 # %% ../../nbs/core/09_presets.ipynb #38ddac33
@@ -154,9 +155,9 @@ KNOWN_GPUS = {
     "A40": KnownGpu(44.4, 149.7, 37.4, 696, DATA_CENTRE),
     "A100 40": KnownGpu(39.4, 312, 19.5, 1555, DATA_CENTRE),
     "A100 80": KnownGpu(79.2, 312, 19.5, 2039, DATA_CENTRE),
-    "H100": KnownGpu(79.1, 989, 67, 3350, DATA_CENTRE),
-    "GH200": KnownGpu(94.5, 989, 67, 4000, DATA_CENTRE),
-    "H200": KnownGpu(139.8, 989, 67, 4800, DATA_CENTRE),
+    "H100": KnownGpu(79.1, 989, 67, 3350, HOPPER),
+    "GH200": KnownGpu(94.5, 989, 67, 4000, HOPPER),
+    "H200": KnownGpu(139.8, 989, 67, 4800, HOPPER),
     "B200": KnownGpu(178.4, 2250, 80, 8000, DATA_CENTRE)}
 
 

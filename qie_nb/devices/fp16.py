@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .compile import change_processor, processor_class
+from .compile import attention_of, change_processor, processor_class
 from ..models.quantizations.base import quantization_of
 from ..models.modulation import STREAMS
 
@@ -265,6 +265,6 @@ def enable_fp16(
                 m._old_forward = MethodType(type(m).forward, m) # for accelerate
         own = type(block.attn.processor)
         place = LayerStats(stats, first + PLACES.index("attn"))
-        run = fp16_attention(block.attn, place, own.__call__.__globals__["dispatch_attention_fn"])
+        run = fp16_attention(block.attn, place, attention_of(own))
         change_processor(block.attn, processor_class(own, dispatch_attention_fn=run))
     return transformer

@@ -295,8 +295,14 @@ MUTATIONS: dict[str, Mutation] = {
     "the recomputation draws another dropout": Mutation(
         "tests/devices/test_compile.py::test_recomputation_draws_the_same_dropout", [
         Change("devices/compile", "set_up.way",
-               "partial(MODES[mode], random=True) if mode and random else MODES[mode]",
-               "MODES[mode]")]),
+               "partial(modes[mode], random=True) if mode and random else modes[mode]",
+               "modes[mode]")]),
+    "selective recomputation passes each operation through Python": Mutation(
+        "tests/devices/test_compile.py::test_only_attention_passes_through_the_mode_that_keeps_it", [
+        Change("devices/compile", "set_up.eager", "way(EAGER, mode)", "way(MODES, mode)")]),
+    "eager selective recomputation runs attention again": Mutation(
+        "tests/devices/test_compile.py::test_selective_checkpointing_runs_attention_once_a_step", [
+        Change("devices/compile", "KeptAttention.__call__", "if mode is None:", "if mode is not None:")]),
     "out of memory is taken for a failed compiler": Mutation(
         "tests/devices/test_compile.py::test_out_of_memory_is_not_a_compiler_failure", [
         Change("devices/compile", "Compiled.__call__", "raise", "pass")]),

@@ -12,6 +12,7 @@ from qie_nb.config import LoraSection
 from qie_nb.core.choice import Choice
 from qie_nb.devices import compile as compiled
 from qie_nb.devices.compile import attention_kernel, obstacle, set_up, watch_attention
+from qie_nb.devices.fp16 import enable_fp16
 from qie_nb.lora.adapters import CastLinear, adapters_in_base_dtype, assert_float32, computes_in_base, load_lora, lora_state, save_lora, start_lora
 from qie_nb.planning import plan as planning
 from qie_nb.trainer import QwenImageEditTrainer
@@ -49,6 +50,47 @@ def test_selective_checkpointing_runs_attention_once_a_step():
         products.append(sum(name in ("aten::mm", "aten::addmm") for name in seen))
     kept, selective, recomputed = products
     assert attention == [3, 3, 6] and selective == recomputed > kept, "only attention is kept"
+
+
+def operations_in_mode(tr, monkeypatch) -> list:
+    "The operations of a step that pass through the mode that keeps attention."
+    seen, real = [], compiled.create_selective_checkpoint_contexts
+
+    def watched(kept):
+        def policy(context, operation, *args, **kw):
+            seen.append(operation)
+            return operation in kept
+        return real(policy)
+    monkeypatch.setattr(compiled, "create_selective_checkpoint_contexts", watched)
+    gradients(tr)
+    return seen
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_only_attention_passes_through_the_mode_that_keeps_it(fp16, monkeypatch):
+    "Each operation that passes costs the CPU some microseconds, and a GPU waits for it."
+    tr = enable_fp16(small()) if fp16 else small()
+    want = gradients(tr)
+    set_up(tr, "selective")
+    assert_same(gradients(tr), want)
+    seen = operations_in_mode(tr, monkeypatch)
+    attention = [o for o in seen if "scaled_dot_product" in str(o)]
+    assert len(attention) == 3 and len(seen) <= 3 * (35 if fp16 else 8)
+
+
+def test_processors_are_as_before_after_each_way(traced):
+    tr = small(2)
+    classes = lambda: {type(block.attn.processor) for block in tr.transformer_blocks}
+    plain = classes()
+    set_up(tr, "selective")
+    assert classes() != plain
+    set_up(tr, "selective")
+    want = gradients(tr)
+    code = set_up(tr, "selective", True)
+    assert_same(gradients(tr), want)
+    assert not code.failed and compiled_graphs() == 1
+    set_up(tr, True)
+    assert classes() == plain
 
 
 # --- compiled
