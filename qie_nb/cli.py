@@ -260,7 +260,8 @@ def _keep(m:"EmbeddingCacheManager", a:Namespace) -> set|None: # None: everythin
 def _gc(m:"EmbeddingCacheManager", a:Namespace):
     "Remove what no run needs."
     for what, v in m.gc(_keep(m, a), a.dry_run).items():
-        print(f"{what}: {v['count']} files, {size_text(v['bytes'])} {'would be removed' if a.dry_run else 'removed'}")
+        done = "would be removed" if a.dry_run else "removed"
+        print(f"{what}: {v['count']} files, {size_text(v['bytes'])} {done}")
 
 def _pack(m:"EmbeddingCacheManager", a:Namespace):
     "Write the cache's entries into a few large files."
@@ -328,7 +329,6 @@ def check(a:Namespace) -> int|None:
         print(json.dumps(report.data()))
     else:
         print(report if not a.align else f"{report.summary()}\n{text}")
-    return None
     return None
 
 def init(a:Namespace):

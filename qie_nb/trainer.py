@@ -120,7 +120,8 @@ class QwenImageEditTrainer(RunAttributes):
 
     def cache_step(self,
         batch:dict, # of a loader over an `ImageDataset`
-        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, # default: the configured one
+        text_device:str|torch.device|None=None, # the same
     ) -> list: # the samples' tensors by name, on the CPU
         "Encode one batch into the cache and return its tensors."
         return self.data.cache_step(batch, vae_device, text_device)
@@ -354,7 +355,8 @@ class QwenImageEditTrainer(RunAttributes):
 
     def encoder(self,
         cache:EmbeddingCacheManager|None=None,
-        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, # default: the configured one
+        text_device:str|torch.device|None=None, # the same
         exact:bool=False, # the pipelines' bits?
     ) -> Encoder:
         "An encoder of images and prompts, as the configuration says."
@@ -471,7 +473,9 @@ class QwenImageEditTrainer(RunAttributes):
         "Image sizes: from `data` or the configuration, else the adapter's, else the model's."
         return self.adapters.geometry(data)
 
-    def sampling(self, schedule:str|dict|None=None, steps:int|None=None, true_cfg_scale:float|None=None): # `Sampling`
+    def sampling(self,
+        schedule:str|dict|None=None, steps:int|None=None, true_cfg_scale:float|None=None,
+    ): # `Sampling`
         "`predict`'s arguments, filled in for the adapters in use."
         return self.adapters.sampling(schedule, steps, true_cfg_scale)
 
@@ -508,8 +512,8 @@ class QwenImageEditTrainer(RunAttributes):
     def predict_cached(self,
         i:int|list, # sample's number, or a list of them
         data:object=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
-        num_inference_steps:int|None=None, true_cfg_scale:float|None=None, seed:int|list=0, on_step:Callable|None=None,
-        output_type:str="np", preview:bool|int|Callable|None=None, preview_every:int=4, progress:bool=True,
+        num_inference_steps:int|None=None, true_cfg_scale:float|None=None, seed:int|list=0,
+        on_step:Callable|None=None, output_type:str="np", preview:bool|int|Callable|None=None, preview_every:int=4, progress:bool=True,
         scheduler_overrides:dict|None=None, schedule:str|dict|None=None,
     ): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
         "Edit cached samples with their own prompts and the cached empty one."

@@ -87,9 +87,10 @@ TURING = Reached(0.37, 0.37, "T4: 24 TFLOP/s under its power limit (NVIDIA's for
                              "(Hugging Face blog flux-qlora)")
 GEFORCE = Reached(0.7, 0.7, "RTX 4090: 77 TFLOP/s in a whole step (Hugging Face blog flux-qlora); "
                             "RTX 5080: 64 (AcademiaSD)")
-DATA_CENTRE = Reached(0.36, 0.55, "A100: 14.7 s for batch 2 (musubi-tuner issue 694); compiled: computed, not measured")
-HOPPER = Reached(0.68, 0.76, "H100: 1.47 s a step eagerly, 0.85 s compiled, at 1024 with one control and random "
-                             "weights (benchmarks/results/gpu_h100.json)")
+DATA_CENTRE = Reached(0.36, 0.55, "A100: 14.7 s for batch 2 (musubi-tuner issue 694); "
+                                  "compiled: computed, not measured")
+HOPPER = Reached(0.68, 0.76, "H100: 1.47 s a step eagerly, 0.85 s compiled, at 1024 with one control "
+                             "and random weights (benchmarks/results/gpu_h100.json)")
 
 
 # %% ../../nbs/core/09_presets.ipynb #38ddac33

@@ -265,12 +265,14 @@ def _check_hours(value:Any) -> Any: # what a person wrote
 def _check_resume(value:object) -> object:
     if isinstance(value, bool):
         word = "yes" if value else "no"
-        raise ValueError(f"`train.resume_checkpoint` must be auto, latest, the folder of a checkpoint, or null, got {word}")
+        raise ValueError("`train.resume_checkpoint` must be auto, latest, the folder of a checkpoint, "
+                         f"or null, got {word}")
     return value
 
 def _check_samples(value:object) -> object:
     if isinstance(value, (str, dict, Path)):
-        raise ValueError(f"`train.samples` must be a list like [{{image: photo.jpg, prompt: make it dusk}}], got {value!r}")
+        raise ValueError("`train.samples` must be a list like [{image: photo.jpg, prompt: make it dusk}], "
+                         f"got {value!r}")
     return value
 
 class TrainSample(Section):

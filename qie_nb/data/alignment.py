@@ -277,7 +277,9 @@ def _located(control, target) -> tuple: # t or None, standard errors
     side = math.sqrt(math.prod(target.size))
     first, middle, fine = _levels(side)
     for level in (first, middle, fine):
-        if level is middle and t is not None and displacement(_alignment(t), target.size) * first.side < side: continue
+        if level is middle and t is not None:
+            moved = displacement(_alignment(t), target.size)
+            if moved * first.side < side: continue
         m = _matches(control, target, level, t)
         if len(m.p) < LEAST_BLOCKS: return None, None
         t = _fitted(_search(m) if t is None else t, m)

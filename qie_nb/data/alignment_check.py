@@ -131,7 +131,9 @@ def _percent(factor:float|None) -> str:
     return "?" if factor is None else f"{_signed(100 * (factor - 1))}%"
 
 # %% ../../nbs/data/04c_alignment_check.ipynb #3646927c
-def _counts(pairs:list[CheckedPair]) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"
+def _counts(
+    pairs:list[CheckedPair],
+) -> str: # "3 of 50 pairs are shifted by more than 2 px, 1 is zoomed by about 1.5 %"
     "How many pairs exceed each limit, or an empty string."
     zooms = [abs(p.zoom) for p in pairs if "zoomed" in p.misfits and p.zoom is not None]
     about = 100 * float(np.median(zooms)) if zooms else 0
@@ -207,7 +209,9 @@ class AlignmentReport:
         "Why images cannot be read, and what to do with pairs that do not fit."
         broken = counted_reasons([(p.id, p.problem) for p in self.broken])
         if not self.misfits: return broken
-        return [*broken, f"align: qie-nb check {self.where} --align aligned writes corrected copies into a new folder",
+        command = f"qie-nb check {self.where} --align aligned"
+        return [*broken,
+                f"align: {command} writes corrected copies into a new folder",
                 "drop: remove these pairs, if there are enough others",
                 "keep: if the edit is meant to move or enlarge what the image shows"]
 

@@ -433,8 +433,9 @@ class ImageDataset(Dataset):
         "Samples, complete, kinds {kind: {needed, present, missing, bytes}}, layers, models, bad, why (unknown)."
         names = [*ALL_KINDS, EDIT_MASK] if self.config.edit_mask == "auto" else ALL_KINDS
         kinds = {kind: dict(needed=0, present=0, missing=0, bytes=0) for kind in names}
-        out: dict[str, Any] = dict(samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
-                   aside=[], skipped=list(self.skipped), unreadable=[], why="")
+        out: dict[str, Any] = dict(
+            samples=len(self), complete=0, kinds=kinds, layers=[], models={}, bad=[], quarantined=0,
+            aside=[], skipped=list(self.skipped), unreadable=[], why="")
         if self.cache is None: return out | dict(why="no cache is set; set `cache_dir` to a folder")
         there: dict[str, dict[str, int]] = {}
         stats = self.cache.get_cache_stats(self._listed(there))

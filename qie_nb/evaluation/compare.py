@@ -348,7 +348,8 @@ def compare_edits(
     targets:Any=None, # the true result of each row, to measure the error
     seed:int=0, # of the noise, where `seeds` is not given
     negative_prompt:str="", # "" is encoded as " "
-    num_inference_steps:int|None=None, true_cfg_scale:float|None=None, # default as `predict` with the column's adapter
+    num_inference_steps:int|None=None, # default as `predict` with the column's adapter
+    true_cfg_scale:float|None=None, # the same
     height:int|None=None, width:int|None=None, # pixels; default from each first image's aspect
     schedule:str|dict|None=None, # as in `predict`
     progress:bool=True, # show rate and time left?

@@ -535,7 +535,8 @@ class ImageDecoder:
     def leave_gpu(self):
         "Decode on the CPU for the rest of the run, and say so."
         failed = device_name(self.device)
-        print(f"{failed} ran out of memory while decoding an evaluation image; the CPU decodes it and the later ones")
+        print(f"{failed} ran out of memory while decoding an evaluation image; "
+              "the CPU decodes it and the later ones")
         self.trainer.planner.learn(decoder_failed=failed)
         self.device = "cpu"
         self.moved = True

@@ -479,7 +479,9 @@ def load_checkpoint(
     return dict(checkpoint=str(checkpoint), file=str(file), weights=weights, steps=steps), name
 
 # %% ../../nbs/evaluation/02_evaluate.ipynb #0a7a9c95
-def _prepare(trainer:"QwenImageEditTrainer", checkpoint:str|Path|None) -> tuple: # (metadata, folder name for results, styles)
+def _prepare(
+    trainer:"QwenImageEditTrainer", checkpoint:str|Path|None,
+) -> tuple: # (metadata, folder name for results, styles)
     c = trainer.config.train
     nothing = ValueError("there is nothing to evaluate on; set `train.val_fraction`, `train.val_path`, "
                          "`train.samples` or `train.test_image_dir`")

@@ -515,11 +515,12 @@ def _report(
     "What was checked where, and the tables that have rows."
     facts = d["facts"]
     machine = facts["machine"]
+    hardware = [*machine["gpus"], f"{machine['cores']} cores", f"{machine['host_gb']} GB", machine["system"]]
     head = [f"### qie_nb selfcheck: {d['verdict']}",
             f"{facts['model']}, {facts['variant']}, {facts['dtype']} on {facts['device']}, "
             f"{facts['size'][0]} x {facts['size'][1]}, "
             f"{facts['steps']} steps with guidance, quantized: {facts['quantize']}",
-            ", ".join([*machine["gpus"], f"{machine['cores']} cores", f"{machine['host_gb']} GB", machine["system"]]),
+            ", ".join(hardware),
             ", ".join(f"{name} {version}" for name, version in machine["versions"].items())]
     tables = [_table(titles, rows) for titles, rows in _tables(d) if rows]
     return "\n\n".join([*head, *tables])
@@ -563,7 +564,8 @@ def _facts(t:"QwenImageEditTrainer", size:tuple[int, int], steps:int) -> dict:
     local = Path(t.components.name).expanduser()
     return dict(model=local.name if local.is_dir() else t.components.name,
                 variant=f"{variant.name} ({variant.pipeline}, zero_cond_t={variant.zero_cond_t})",
-                device=str(t.device), dtype=str(t.weight_dtype).removeprefix("torch."), size=list(size), steps=steps,
+                device=str(t.device), dtype=str(t.weight_dtype).removeprefix("torch."),
+                size=list(size), steps=steps,
                 quantize=str(t.quantize), tolerance=LIMITS[t.weight_dtype], machine=machine())
 
 
@@ -657,7 +659,9 @@ def _load(t:"QwenImageEditTrainer") -> dict[str, int|None]: # {component: bytes}
 
 
 # %% ../../nbs/extras/02_selfcheck.ipynb #f6e7de54
-def _finish(report:SelfCheck, t:"QwenImageEditTrainer", finite:FiniteCheck, peaks:PeakMemory, got:dict) -> SelfCheck:
+def _finish(
+    report:SelfCheck, t:"QwenImageEditTrainer", finite:FiniteCheck, peaks:PeakMemory, got:dict,
+) -> SelfCheck:
     "Write the results of the stages into the report, and unload the model."
     theirs = got.get("pipeline")
     ours = got.get("qie_nb")

@@ -49,7 +49,7 @@ def _findings_html(rows:list) -> str: # "" without rows
 
 # %% ../../nbs/planning/03c_report.ipynb #d0b0c385
 PACKAGES = ("torch", "torchvision", "diffusers", "transformers", "accelerate", "peft", "safetensors",
-            "huggingface_hub", "optimum-quanto", "bitsandbytes", "torchao", "fastcore", "ipywidgets",
+            "huggingface_hub", "optimum-quanto", "bitsandbytes", "torchao", "ipywidgets",
             "tensorboard")
 
 @dataclass

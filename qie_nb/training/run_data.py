@@ -202,7 +202,8 @@ class RunData:
             dataset = self.subset(dataset, [*(self.samples or ()), *self.identity_pairs])
         sampler = getattr(given, "batch_sampler", None)
         size = getattr(given, "batch_size", None)
-        order: dict[str, Any] = dict(batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
+        order: dict[str, Any] = dict(
+            batch_size=size or c.data.batch_size, seed=c.train.seed, shuffle=c.data.shuffle)
         if isinstance(sampler, BucketBatchSampler):
             order = {k: getattr(sampler, k) for k in order}
         return loader(dataset, num_workers=getattr(given, "num_workers", 0), **order)
@@ -348,7 +349,8 @@ class RunData:
 
     def encoder(self,
         cache:EmbeddingCacheManager|None=None,
-        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, # default: the configured one
+        text_device:str|torch.device|None=None, # the same
         exact:bool=False, # the pipelines' bits?
     ) -> Encoder:
         "An encoder of images and prompts, as the configuration says."
@@ -428,7 +430,8 @@ class RunData:
 
     def cache_step(self,
         batch:dict, # of a loader over an `ImageDataset`
-        vae_device:str|torch.device|None=None, text_device:str|torch.device|None=None, # default: the configured ones
+        vae_device:str|torch.device|None=None, # default: the configured one
+        text_device:str|torch.device|None=None, # the same
     ) -> list: # the samples' tensors by name, on the CPU
         "Encode one batch into the cache and return its tensors."
         cache = EmbeddingCacheManager(self.cache_dir or "cache", self.config.cache.remote_copy_gb)
