@@ -1,4 +1,4 @@
-"""Times of training steps that others published, and of ours, beside those that the planner computes.
+"""Times of training steps that others published and we measured, beside those that the planner computes.
 
 Its rates rest on them. `benchmarks/session_table.py` puts the table into docs/measured/speed.md.
 Each case has the shapes of the published run, as far as they are known; FLUX.1-dev is written as
