@@ -152,11 +152,6 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/test_trainer.py::test_the_last_good_checkpoint_is_kept_while_steps_are_skipped", [
         Change("trainer", "QwenImageEditTrainer.prune_checkpoints",
                "self.finite is None or not self.finite.row", "True")]),
-    "a resumed run warms up again": Mutation(
-        "tests/training/test_stopping.py::"
-        "test_a_resume_brings_back_every_fact_of_the_run_and_takes_the_optimizers_new_settings", [
-        Change("trainer", "QwenImageEditTrainer.configure_schedule",
-               "s.max_steps, s.global_step", "s.max_steps, 0")]),
     "a quantization taken back on the trainer stays planned": Mutation("tests/test_trainer.py", [
         Change("training/attributes", "RunAttributes.quantize",
                'self.components.quantize["transformer"] or "none"',
@@ -267,10 +262,6 @@ MUTATIONS: dict[str, Mutation] = {
         "test_images_of_another_schedule_are_not_compared", [
         Change("evaluation/evaluate", "image_distances",
                "not same or not now.keys() <= before.keys()", "not now.keys() <= before.keys()")]),
-    "a stop in an evaluation is not repeated on resume": Mutation(
-        "tests/evaluation/test_evaluate.py::test_a_stop_interrupts_an_evaluation", [
-        Change("evaluation/evaluate", "EvaluationCallback.evaluate",
-               "t.state.pending = name", 't.state.pending = ""')]),
     "an uncertain use of the control images is an alarm": Mutation(
         "tests/evaluation/test_evaluate.py::"
         "test_an_uncertain_use_of_the_control_images_is_news", [
