@@ -513,7 +513,8 @@ class QwenImageEditTrainer(RunAttributes):
         i:int|list, # sample's number, or a list of them
         data:object=None, # `ImageDataset`, loader, configuration or folder; default the configuration's data
         num_inference_steps:int|None=None, true_cfg_scale:float|None=None, seed:int|list=0,
-        on_step:Callable|None=None, output_type:str="np", preview:bool|int|Callable|None=None, preview_every:int=4, progress:bool=True,
+        on_step:Callable|None=None, output_type:str="np",
+        preview:bool|int|Callable|None=None, preview_every:int=4, progress:bool=True,
         scheduler_overrides:dict|None=None, schedule:str|dict|None=None,
     ): # as in `predict`, at the size of the sample's target; a list of them for a list of samples
         "Edit cached samples with their own prompts and the cached empty one."

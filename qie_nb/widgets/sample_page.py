@@ -221,7 +221,8 @@ def sample_info(
     bucket = dataset.bucket(i)
     missing = None if dataset.cache is None else _attempt(problems, lambda: dataset.missing(i))
     f = dict(id=s.id, index=i, prompt=s.prompt, dropped=dropped, epoch=dataset.epoch,
-             controls=len(s.controls), mask=s.mask is not None, edit_mask=dataset.wants_edit_mask(i), target_size=sizes[0],
+             controls=len(s.controls), mask=s.mask is not None,
+             edit_mask=dataset.wants_edit_mask(i), target_size=sizes[0],
              control_sizes=list(sizes[1:]), bucket=bucket[0],
              control_bucket=list(bucket[1:]), cached=missing == [], missing=missing or [],
              variant=variant and variant.name)

@@ -1,4 +1,4 @@
-"""Part 2 of benchmarks/first_gpu.py on the CPU: its modes run, and it finds mistakes of five kinds."""
+"""Parts of benchmarks/first_gpu.py on the CPU: modes run as they are asked for, and mistakes of five kinds are found."""
 import json
 import subprocess
 import sys
@@ -6,8 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import first_gpu_parts
 import first_gpu_tiny
+import step_gpu
 from qie_nb.devices import fp16
 from qie_nb.devices.strategies.host_memory import Streams
 from qie_nb.models import flow_matching
@@ -34,6 +37,19 @@ def row_of(mode, world, tmp_path):
 def test_a_mode_runs(mode, world, tmp_path):
     row = row_of(mode, world, tmp_path)
     assert row["wrong"] == [] and len(row["losses"]) == first_gpu_tiny.STEPS + first_gpu_tiny.MORE, row
+
+
+def test_a_mode_keeps_its_precision():
+    "What was called a T4's path ran in bfloat16."
+    bench = first_gpu_parts.bench_of("cpu")
+    for asked, expected in ((dict(mixed_precision="fp16"), "fp16"), ({}, "bf16")):
+        mode = step_gpu.change(step_gpu.TABLE, train=asked)
+        assert step_gpu.configuration(bench, mode, 512, 1)["train"]["mixed_precision"] == expected
+
+
+def test_a_decoder_is_compared_with_the_plan_of_its_dtype():
+    whole, half = (first_gpu_parts.decoder_memory("cpu", 1024, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert whole["planned_GB"] > half["planned_GB"]
 
 
 # --- mistakes of five kinds
