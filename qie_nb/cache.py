@@ -109,8 +109,8 @@ def open_layers(
         if folder.is_file():
             raise NotADirectoryError(f"`cache_dir` {str(folder)!r} is a file; give a folder")
         if folder is not places[-1] and not folder.exists():
-            raise FileNotFoundError(f"`cache_dir` has {str(folder)!r}, which does not exist; fix the path, or "
-                                    "put it last: only the last folder is created")
+            raise FileNotFoundError(f"`cache_dir` has {str(folder)!r}, which does not exist; fix "
+                                    "the path, or put it last: only the last folder is created")
     return [open_place(place, remote_copy_gb) for place in places]
 
 # %% ../nbs/00_cache.ipynb #45b5cb91
@@ -457,8 +457,8 @@ class EmbeddingCacheManager:
         prefixes = {self.prefix_of(kind, key) for _, kind, key in chosen}
         missing = [prefix for prefix in prefixes if prefix and self.find(PREFIX, prefix) is None]
         if missing:
-            raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; precompute "
-                                  "again first")
+            raise CacheEntryError(f"{len(missing)} prompt prefixes are missing, e.g. {missing[0]}; "
+                                  "precompute again first")
         with empty_output_dir(out, replace) as folder:
             written = write_packed(folder, chosen, self.identities(), shard_bytes)
             return [Path(out)/file.name for file in written]

@@ -58,8 +58,8 @@ def _needed_config(a:Namespace) -> "Config":
     "The same. Raises ValueError if nothing is given."
     c = _config(a)
     if c is not None: return c
-    raise ValueError(f"`{a.command}` needs a configuration: --config run.yaml (`qie-nb init` writes one), or "
-                     "settings, e.g. preset=tiny data.dataset_path=my_pairs")
+    raise ValueError(f"`{a.command}` needs a configuration: --config run.yaml (`qie-nb init` "
+                     "writes one), or settings, e.g. preset=tiny data.dataset_path=my_pairs")
 
 # %% ../nbs/04_cli.ipynb #22c1fba1
 def _check_least(a:Namespace, **least:float): # {flag: its least value}
@@ -97,7 +97,8 @@ def _trainer(a:Namespace) -> "QwenImageEditTrainer":
     "The trainer of the command line's configuration."
     if getattr(a, "model", None):
         if a.config or _split_settings(a.settings)[1]:
-            raise ValueError("give a configuration or `--model`, not both: the configuration names its model")
+            raise ValueError("give a configuration or `--model`, not both: the "
+                             "configuration names its model")
         a.settings.append(f"model.pretrained_model_name_or_path={a.model}")
     from qie_nb.config import load_config_from_yaml
     config = _needed_config(a) if a.command != "predict" else _config(a) or load_config_from_yaml()
@@ -267,7 +268,8 @@ def _pack(m:"EmbeddingCacheManager", a:Namespace):
     "Write the cache's entries into a few large files."
     files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
     size = sum(f.stat().st_size for f in files)
-    print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by `cache.cache_dir: [{a.out}, cache]`")
+    print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by `cache.cache_dir: "
+          f"[{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a:Namespace):

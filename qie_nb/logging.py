@@ -10,7 +10,8 @@ __all__ = ['ROW', 'OWN', 'NEXT', 'ProgressCallback', 'row_of', 'csv_line', 'numb
 
 # %% ../nbs/03_logging.ipynb #5bc8a6ca
 if __name__ == "logging":
-    raise ImportError("qie_nb/logging.py was imported instead of Python's; start Python outside the folder qie_nb/")
+    raise ImportError("qie_nb/logging.py was imported instead of Python's; start Python outside "
+                      "the folder qie_nb/")
 
 import csv, io, json, math, os, time
 from collections import Counter
@@ -81,8 +82,8 @@ class ProgressCallback(Callback):
         n = t.global_step - self.start
         took = time.time() - self.t0
         if not n and s.stop == "done":
-            return print(f"already at {t.global_step} of {s.max_steps} steps; raise `train.max_train_steps` "
-                         "to train more")
+            return print(f"already at {t.global_step} of {s.max_steps} steps; raise "
+                         "`train.max_train_steps` to train more")
         skipped = f"; {s.skipped} steps without a finite loss were skipped" if s.skipped else ""
         away = self.away - self.before
         rate = f"{n / max(took - away, 1e-9):.2f} steps/s"

@@ -186,7 +186,8 @@ class Predictor:
         if self.adapters is None: return nullcontext()
         self.components.finish_postponed()
         if self.adapters.ema is None or "default" not in self.adapters.active(): return nullcontext()
-        self.state.warn_once("predict uses the running mean of the adapter (`train.ema_decay`), as save_lora writes it")
+        self.state.warn_once("predict uses the running mean of the adapter (`train.ema_decay`), as "
+                             "save_lora writes it")
         return self.adapters.ema_weights()
 
     def restore_training_placement(self):

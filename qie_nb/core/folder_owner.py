@@ -242,9 +242,11 @@ def own_folder(
             if owner is not None and is_alive(folder, owner):
                 raise FolderInUse(
                     f"`{setting}` {str(folder)!r} is in use by another run ({owner.name()}); wait until it "
-                    f"ends or stop it (an old notebook: shut its kernel down), or choose another `{setting}`")
+                    "ends or stop it (an old notebook: shut its kernel down), or choose "
+                    f"another `{setting}`")
             if owner is not None:
-                print(f"{str(folder)!r}: the run that held it has ended without a word ({owner.name()}); going on")
+                print(f"{str(folder)!r}: the run that held it has ended without a word "
+                      f"({owner.name()}); going on")
             _remove_dead(folder, owner)
     except OSError: # read-only or full: the first file that is written there says so
         return None

@@ -184,7 +184,8 @@ class DataSection(Section):
         for side in sides:
             low = max(16, side // 16 * 16)
             if side != low:
-                raise ValueError(f"`image_size` must be a multiple of 16, got {side}; use {low} or {low + 16}")
+                raise ValueError(f"`image_size` must be a multiple of 16, got {side}; use "
+                                 f"{low} or {low + 16}")
             if side > MOST_PIXELS:
                 raise ValueError(f"`image_size` must be at most {MOST_PIXELS} a side, got {side}")
         return sides

@@ -183,8 +183,9 @@ class ImageDataset(Dataset):
         who = self.identity or {}
         for what, value in mine.items():
             if who.get(what, value) != value and not self.cache_identity:
-                raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, but this run "
-                                 f"has {value}; precompute for it, or set `cache.encoder_id` if you want this")
+                raise ValueError(f"the cache was filled by {who['model']} with {what} {who[what]}, "
+                                 f"but this run has {value}; precompute for it, or set "
+                                 "`cache.encoder_id` if you want this")
         if who:
             print_first(f"cache filled by {who['model']} ({who['variant']}, {who['dtype']})")
 

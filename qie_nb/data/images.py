@@ -74,7 +74,8 @@ def named(name:str):
     try: yield
     except Refused as e: raise ValueError(f"image {name} {e}") from None
     except Exception as e:
-        raise ValueError(f"image {name} cannot be read ({_why(e)}); replace it or remove the pair") from None
+        raise ValueError(f"image {name} cannot be read ({_why(e)}); replace it "
+                         "or remove the pair") from None
 
 # %% ../../nbs/data/00_images.ipynb #a7931601
 def source_name(source:object) -> str: # a path, bytes, or an object with `name`

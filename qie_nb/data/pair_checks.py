@@ -387,8 +387,8 @@ def _check_mask(low:float, high:float, white:float, values:np.ndarray|tuple=()):
     if high * level >= _SPREAD: return
     known = np.unique(values)
     found = f"{known[0]:g} and {known[1]:g}" if len(known) == 2 else f"{low:g} to {high:g}"
-    raise Refused(f"has values {found} of {white:g}, so it is black; multiply them by {int(white // high)}, "
-                   "so that what counts is white, or remove it")
+    raise Refused(f"has values {found} of {white:g}, so it is black; multiply them by "
+                   f"{int(white // high)}, so that what counts is white, or remove it")
 
 def _grey_of(im:Image.Image) -> tuple: # (mode L, a note)
     "A mask of 8 bits as grey."
@@ -453,8 +453,8 @@ def content_marks(
     if c.high > 0 and _is_dark(c):
         how = "dark" if c.high / c.white > 1 / 16 else "nearly black"
         marks.append((DARK, f"the {name} has values {c.low:g} to {c.high:g} of {c.white} for white, so it is "
-                            f"{how}; multiply them by {int(c.white / c.high)} or less, by the same number in "
-                            "all images"))
+                            f"{how}; multiply them by {int(c.white / c.high)} or less, by the same "
+                            "number in all images"))
     elif c.colour:
         what = {(0, 0, 0): "black", (255, 255, 255): "white"}.get(tuple(c.colour), f"the colour {tuple(c.colour)}")
         marks.append((ONE_COLOUR, f"the {name} is {what} everywhere"))
@@ -487,8 +487,8 @@ def _looks_inverted(mask:dict, target:dict, control:dict) -> str: # of three loo
     inside = (change * white).sum() / white.sum()
     outside = (change * black).sum() / black.sum()
     if outside < 4 * inside + 4: return ""
-    return (f"the image changes by {outside:.0f} levels where the mask is black, by {inside:.0f} where it is "
-            "white; is it painted the wrong way round?")
+    return (f"the image changes by {outside:.0f} levels where the mask is black, by {inside:.0f} "
+            "where it is white; is it painted the wrong way round?")
 
 def mask_marks(
     mask:object, # source
@@ -503,11 +503,11 @@ def mask_marks(
     if found["read_from"]:
         reasons.append(f"the mask is read from {found['read_from']}")
     if found["low"] >= 250:
-        reasons.append("the mask is white everywhere, so it changes nothing; remove it, or paint black what does "
-                       "not count")
+        reasons.append("the mask is white everywhere, so it changes nothing; remove it, or paint "
+                       "black what does not count")
     if found["high"] < 128:
-        reasons.append(f"the mask's largest value is {found['high']} of 255, so nothing counts fully; paint what "
-                       "counts white")
+        reasons.append(f"the mask's largest value is {found['high']} of 255, so nothing counts "
+                       "fully; paint what counts white")
     if len(looks) > 1:
         reasons.append(_looks_inverted(found, looks[0], looks[1]))
     return [(MASK, why) for why in reasons if why]

@@ -64,8 +64,8 @@ def quantize_loaded(
     "Quantize a model in memory as `model.quantize` says (eight bits if none), and move it to a device."
     why = getattr(model, "fixed", "") or ("that computes in float16" if hasattr(model, "fp16_stats") else "")
     if why:
-        raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` before it "
-                         "is loaded")
+        raise ValueError(f"a transformer {why} cannot be quantized any more; set `model.quantize` "
+                         "before it is loaded")
     return quantize(model, parse_quantization(quantization) or True).to(device)
 
 # %% ../../nbs/devices/07_edit_model.ipynb #46c29bee

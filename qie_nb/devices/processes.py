@@ -338,7 +338,8 @@ class Processes:
             kinds = {kind.__name__: kind for kind in OURS}
             raise kinds.get(error["kind"], ProcessEnded)(error["text"])
         print(error["last"], end="")
-        raise ProcessEnded(f"process {rank + 1} of {len(self.all)} stopped with {error['kind']}: {error['text']}")
+        raise ProcessEnded(f"process {rank + 1} of {len(self.all)} stopped with "
+                           f"{error['kind']}: {error['text']}")
 
     def log(self, rank:int) -> str:
         "The last lines of what a process wrote to its log."

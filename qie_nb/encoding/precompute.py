@@ -122,7 +122,8 @@ def check_space(
     sizes = [*entries, *table]
     on_disk = sum(-(-n // block) * block for n in sizes)
     part = f" ({size_text(sum(table))} for the modulation table)" if table else ""
-    print(f"cache {str(folder)!r}: {size_text(sum(sizes))} will be written{part}, {size_text(free)} are free")
+    print(f"cache {str(folder)!r}: {size_text(sum(sizes))} will be written{part}, "
+          f"{size_text(free)} are free")
     if on_disk > free:
         raise DiskFull(errno.ENOSPC,
                        f"the cache needs {megabytes(on_disk, True)} more, but {str(folder)!r} has "
@@ -318,7 +319,8 @@ def _range(n, cache, start, end) -> range:
         raise ValueError("`cache.cache_dir` is not set, so nothing can be stored; set it")
     end = n if end is None else min(end, n)
     if not 0 <= start < end:
-        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the data set has {n}")
+        raise ValueError(f"`--start_idx` {start} and `--end_idx` {end} select no sample; the "
+                         f"data set has {n}")
     return range(start, end)
 
 def _check_writable(cache, samples, report):

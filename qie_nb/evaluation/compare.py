@@ -77,8 +77,8 @@ def find_adapter(
     "The adapter that a column names. Raises FileNotFoundError or ValueError."
     root = trainer.checkpoint_root()
     if name == "latest" and not (root/name).is_file():
-        raise FileNotFoundError(f"`checkpoints` 'latest': {str(root)!r} has no checkpoint yet; train first, or give "
-                                "a LoRA file, its folder, or a hub id")
+        raise FileNotFoundError(f"`checkpoints` 'latest': {str(root)!r} has no checkpoint yet; "
+                                "train first, or give a LoRA file, its folder, or a hub id")
     path = best_checkpoint(root) if name == "best" else name
     p = Path(str(path))
     try:
@@ -108,8 +108,8 @@ def columns_of(
         if isinstance(given, (str, Path, int, float)) or not len(given):
             raise ValueError(f"`{name}` must be a list with an entry or more, got {given!r}")
     if NOW in checkpoints and not trainer.active_adapters() and (scales is not None or BASE in checkpoints):
-        raise ValueError("no adapter is active, so there is nothing to compare with; name `checkpoints`, or "
-                         "call load_lora() first")
+        raise ValueError("no adapter is active, so there is nothing to compare with; name "
+                         "`checkpoints`, or call load_lora() first")
     lora.check_adapter_weights({f"scale {s}": s for s in scales or ()})
     out = []
     for name in (BASE if c is None else c for c in checkpoints):
@@ -327,8 +327,8 @@ def _geometry(trainer:"QwenImageEditTrainer", columns:Sequence[Column]):
     for s in others:
         if s != first:
             trainer.state.warn_once(
-                f"the adapters were trained at different sizes, {first} and {s}: all columns use the first; "
-                "set `data.control_area` and `data.vl_area` to choose others")
+                f"the adapters were trained at different sizes, {first} and {s}: all columns use "
+                "the first; set `data.control_area` and `data.vl_area` to choose others")
     return replace(g, control_area=d.control_area or first.get("control_area", g.control_area),
                    vl_area=d.vl_area or first.get("vl_area", g.vl_area))
 
@@ -383,7 +383,8 @@ def compare_edits(
 # %% ../../nbs/evaluation/03_compare.ipynb #4431360c
 def _each_row(name, given, n) -> list:
     given = list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(given) != n: raise ValueError(f"`{name}` has {len(given)} entries for {n} rows; give one per row")
+    if len(given) != n: raise ValueError(f"`{name}` has {len(given)} entries for {n} rows; "
+                                         "give one per row")
     return given
 
 def _rows(images, prompts) -> tuple: # (images, prompts), one entry per row
@@ -400,8 +401,8 @@ def _validation_pairs(trainer:"QwenImageEditTrainer"): # `ImageDataset`, or None
     if trainer.held_out is None and (c.val_fraction or c.val_path):
         trainer.make_loader()
     if trainer.held_out is None:
-        trainer.state.warn_once("no pairs are held out, so these were trained on; set `train.val_fraction`, "
-                                "e.g. to 0.1, to use others")
+        trainer.state.warn_once("no pairs are held out, so these were trained on; set "
+                                "`train.val_fraction`, e.g. to 0.1, to use others")
     return trainer.held_out
 
 def compare_validation(

@@ -55,8 +55,8 @@ def _style(folder:Path, prompts:Mapping|None) -> tuple: # (first image, instruct
     note = folder/"prompt.txt"
     text = (prompts or {}).get(folder.name) or note.is_file() and note.read_text(encoding="utf-8").strip()
     if not text:
-        raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` {folder.name} "
-                         f"or write {str(note)!r}")
+        raise ValueError(f"style {folder.name!r} has no instruction; set `train.style_prompts` "
+                         f"{folder.name} or write {str(note)!r}")
     open_image(images[0]) # raises for a broken image before the run starts
     return images[0], text
 

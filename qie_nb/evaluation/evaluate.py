@@ -367,8 +367,8 @@ class EvaluationCallback(Callback):
         "Edit the evaluation images with the adapter so far, outside the planned evaluations."
         cases = eval_cases(t, self.styles)
         if not cases:
-            return print("there are no images to edit; name some in `train.samples`, or hold out pairs with "
-                         "`train.val_fraction`")
+            return print("there are no images to edit; name some in `train.samples`, or hold out "
+                         "pairs with `train.val_fraction`")
         sampled = eval_sampling(t.config)
         passes = -(-len(cases) // process(t)[1]) * sampled.steps * sampled.passes
         work = t.state.work = EvalWork(f"images after step {t.global_step}", passes, self.pace)

@@ -185,8 +185,8 @@ def compare_losses(
     "The change pair by pair. Raises ValueError if they cannot be compared."
     both = [i for i in a.losses if i in b.losses]
     if a.noises != b.noises or not both:
-        raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and {b.noises} noise "
-                         "samples per pair; use the same pairs and the same `noises`")
+        raise ValueError(f"`a` and `b` have {len(both)} pairs in common and {a.noises} and "
+                         f"{b.noises} noise samples per pair; use the same pairs and the same `noises`")
     before = {i: a.losses[i][0] for i in both}
     now = {i: b.losses[i][0] for i in both}
     n = len(both)

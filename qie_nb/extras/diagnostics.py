@@ -364,8 +364,9 @@ class SwapTest(NamedTuple):
                "swapped": "the pairs are swapped; exchange targets and controls",
                "cannot tell": "cannot tell; the model may not know this edit, or it fits both directions. "
                               "Look at the pairs"}
-        return (f"the instruction changes the loss by {_change_text(self.given)} for the pairs as they are, by "
-                f"{_change_text(self.exchanged)} exchanged ({self.pairs} pairs): {why[self.verdict]}")
+        return (f"the instruction changes the loss by {_change_text(self.given)} for the pairs as "
+                f"they are, by {_change_text(self.exchanged)} exchanged ({self.pairs} pairs): "
+                f"{why[self.verdict]}")
 
 def _change_text(gain:Interval) -> str:
     "A gain as the change of the loss in percent, with its interval."
@@ -404,8 +405,8 @@ def swap_test(
     if len(given) < 3:
         raise ValueError(f"a swap test needs at least 3 pairs, got {len(given)}; add pairs or raise `n`")
     passes = 4 * len(given) * noises * len(PARTS)
-    print(f"swap test: {passes} forward passes, as many as {passes / 40:g} edits of 20 steps with guidance, "
-          f"after encoding up to {2 * len(given)} pairs")
+    print(f"swap test: {passes} forward passes, as many as {passes / 40:g} edits of 20 steps with "
+          f"guidance, after encoding up to {2 * len(given)} pairs")
     def losses(samples, dropped):
         part = trainer.data.subset(dataset, samples, caption_dropout_rate=float(dropped))
         found = held_out_loss(trainer, part, noises).losses

@@ -117,8 +117,8 @@ def pairs_of(
             file = s.prompt_from
             was = read_text(file).strip()
         elif not str(s.prompt_from).endswith(_NO_FILE):
-            raise ValueError(f"the instructions of this data set are in {s.prompt_from}; write them there, or "
-                             "use folders with an image before and after of each pair")
+            raise ValueError(f"the instructions of this data set are in {s.prompt_from}; write "
+                             "them there, or use folders with an image before and after of each pair")
         pairs.append(Pair(s.id, (*map(Path, s.controls), Path(s.target)), file, was))
     return pairs
 
@@ -140,8 +140,8 @@ def check_head(
                 return
     origin = source_checkpoint(folder).get("model")
     other = f"that of {origin or MODEL}"
-    raise ValueError(f"the text encoder in {str(folder)!r} has no {_HEAD}, which training does not need, so "
-                     f"it cannot write; give a folder with it, e.g. {other}, as "
+    raise ValueError(f"the text encoder in {str(folder)!r} has no {_HEAD}, which training does not "
+                     f"need, so it cannot write; give a folder with it, e.g. {other}, as "
                      "`model.pretrained_model_name_or_path`")
 
 def add_head(
@@ -160,8 +160,8 @@ def writing_model(
     "The text encoder with its last layer, on the device of precompute; unloaded afterwards."
     parts = trainer.components
     if "transformer" in parts.loaded:
-        raise ValueError("the transformer is in memory; write the instructions before fit() and predict(), in "
-                         "a new trainer")
+        raise ValueError("the transformer is in memory; write the instructions before fit() and "
+                         "predict(), in a new trainer")
     check_head(parts.folder_of("text_encoder")/"text_encoder")
     parts.drop("text_encoder")
     parts.prepare_empty("text_encoder", add_head)
@@ -311,8 +311,8 @@ def check_folder(folder:Path):
     try:
         write_atomic(folder/JOURNAL, (folder/JOURNAL).read_bytes() if (folder/JOURNAL).is_file() else b"")
     except OSError as e:
-        raise ValueError(f"nothing can be written into {str(folder)!r} ({e.strerror or e}); copy the data set to "
-                         "a folder of your own, e.g. /kaggle/working, and give that") from e
+        raise ValueError(f"nothing can be written into {str(folder)!r} ({e.strerror or e}); copy "
+                         "the data set to a folder of your own, e.g. /kaggle/working, and give that") from e
 
 def seen_at(
     paths:tuple, # images
@@ -365,7 +365,8 @@ def write_instructions(
     folder = path_from(str(data.dataset_path), "`data.dataset_path`").absolute()
     outside = [p.file for p in pairs if not p.file.absolute().is_relative_to(folder)]
     if outside:
-        raise ValueError(f"{str(outside[0])!r} is outside of the data set {str(folder)!r}; copy its images there")
+        raise ValueError(f"{str(outside[0])!r} is outside of the data set {str(folder)!r}; copy "
+                         "its images there")
     asked = json.dumps([how, language, prefix])
     done = {folder/line.file: line.text for line in read_journal(folder) if line.asked == asked}
     todo = [p for p in pairs if not p.was]
@@ -409,8 +410,8 @@ def _check_read(data:DataSection, pair:Pair, text:str):
     if text == _read_back(data, pair.id):
         return
     pair.file.unlink()
-    raise ValueError(f"{str(pair.file)!r} is not read as the caption of pair {pair.id!r}; arrange the images as "
-                     "training_images/ and control_images/, and call this again")
+    raise ValueError(f"{str(pair.file)!r} is not read as the caption of pair {pair.id!r}; arrange "
+                     "the images as training_images/ and control_images/, and call this again")
 
 def _read_back(data:DataSection, name:str) -> str:
     "The caption file of a pair as the data set reads it."

@@ -38,7 +38,8 @@ def import_ray(
     try:
         import ray, ray.data
     except ImportError as e:
-        raise ValueError(f"a cluster needs Ray and its data library; pip install 'qie_nb[ray]' ({e})") from None
+        raise ValueError("a cluster needs Ray and its data library; pip install "
+                         f"'qie_nb[ray]' ({e})") from None
     return ray
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #13b6cc4d
@@ -50,7 +51,8 @@ def share_machines(
     "How machines are divided among workers. Raises ValueError if no machine has what a worker needs."
     machines = [m for m in machines if m.get("CPU", 0) >= 1]
     most = max((m.get("GPU", 0) for m in machines), default=0)
-    if not machines: raise ValueError("the Ray cluster has no machine with a CPU; start one with `ray start`")
+    if not machines: raise ValueError("the Ray cluster has no machine with a CPU; start one "
+                                      "with `ray start`")
     if gpus is None:
         gpus = min(1, most)
     if gpus > most:
@@ -112,9 +114,9 @@ class Worker:
         *died, _ = mark.read_text().split()
         if len(died) < most: return died
         names = ", ".join(repr(self.job["dataset"].samples[i].id) for i in samples)
-        raise ChildProcessError(f"{most} workers died while they encoded {names} (on {', '.join(died)}); the system "
-                                "kills a process when host memory runs out: use fewer workers per machine, or "
-                                "remove these samples")
+        raise ChildProcessError(f"{most} workers died while they encoded {names} (on "
+                                f"{', '.join(died)}); the system kills a process when host memory "
+                                "runs out: use fewer workers per machine, or remove these samples")
 
     def setup(self) -> Encoder:
         "The encoder. Raises ValueError or FileNotFoundError if this machine differs from the driver's."
@@ -129,11 +131,12 @@ class Worker:
         if identity_id(mine) != identity_id(wanted):
             differ = ", ".join(f"{key} {mine.get(key)}, not {value}"
                                for key, value in wanted.items() if mine.get(key) != value)
-            raise ValueError(f"the encoders differ from those where the job was started ({differ}); use the same "
-                             "model and library versions on all machines")
+            raise ValueError("the encoders differ from those where the job was started "
+                             f"({differ}); use the same model and library versions on all machines")
         if identity_id(wanted) not in dataset.cache.identities():
-            raise FileNotFoundError(f"cache {str(dataset.cache.cache_dir)!r} is not the one that the job fills; "
-                                    "mount the same folder on all machines, under the same path")
+            raise FileNotFoundError(f"cache {str(dataset.cache.cache_dir)!r} is not the one that "
+                                    "the job fills; mount the same folder on all machines, "
+                                    "under the same path")
         dataset.refresh(wanted)
         return encoder
 
@@ -212,7 +215,8 @@ class RayCluster:
         with connected(self.address or "local") as ray:
             machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
             workers, cpus, gpus = share_machines(machines, self.workers, self.gpus)
-            print(f"Ray: {workers} workers on {len(machines)} machines, {cpus:g} CPUs and {gpus:g} GPUs each")
+            print(f"Ray: {workers} workers on {len(machines)} machines, {cpus:g} CPUs and "
+                  f"{gpus:g} GPUs each")
             bar = Progress(count_samples(work), "precompute")
             tasks = [json.dumps(task) for task in enumerate(tasks_of(work, workers))]
             for done in run_tasks(ray, Worker, job, tasks, workers, num_cpus=cpus, num_gpus=gpus):
@@ -251,8 +255,8 @@ def connected(
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **new)
     except Exception as e:
-        raise ConnectionError(f"the Ray cluster {address!r} cannot be used: {last_line(e)}; `ray status` shows "
-                              "whether it runs") from e
+        raise ConnectionError(f"the Ray cluster {address!r} cannot be used: {last_line(e)}; `ray "
+                              "status` shows whether it runs") from e
     try:
         yield ray
     finally:

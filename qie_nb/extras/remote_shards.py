@@ -42,8 +42,9 @@ def open_url(url:str) -> tuple[Any, str]: # fsspec's file system, which it cache
         remedy = f"the package {package}: pip install {package}" if package else f"another package: {e}"
         raise ValueError(f"{name} needs {remedy}") from None
     except ValueError as e:
-        raise ValueError(f"`cache_dir` {name!r} cannot be opened ({without_secrets(str(e))}); use a URL like "
-                         "hf://datasets/me/packs, s3://bucket/packs or gs://bucket/packs") from None
+        raise ValueError(f"`cache_dir` {name!r} cannot be opened ({without_secrets(str(e))}); use "
+                         "a URL like hf://datasets/me/packs, s3://bucket/packs or "
+                         "gs://bucket/packs") from None
 
 # %% ../../nbs/extras/03_remote_shards.ipynb #5b00000b
 TRIES = 4 # of a request
@@ -187,8 +188,8 @@ CHUNK = 16_000_000 # bytes of a request
 
 def _no_access(name:str, e:Exception) -> RemoteCacheError:
     "The error for what may not be read."
-    return RemoteCacheError(f"{name} may not be read ({without_secrets(str(e))}); set the credentials of its "
-                            "storage in the environment")
+    return RemoteCacheError(f"{name} may not be read ({without_secrets(str(e))}); set the "
+                            "credentials of its storage in the environment")
 
 def _listing(url:str, name:str) -> dict[str, dict]: # {file name: fsspec's facts}
     "The files at a URL. Raises an error with a remedy if it is no packed cache."
@@ -269,8 +270,8 @@ def check_limit(
                          "smaller `--shard_gb`")
     if index + sum(sizes) > limit and name not in _noted:
         _noted.add(name)
-        print(f"{name} has {gb(index + sum(sizes))} GB, more than `cache.remote_copy_gb` {limit / 1e9:g}: every "
-              "epoch fetches shards again; raise it if the disk allows")
+        print(f"{name} has {gb(index + sum(sizes))} GB, more than `cache.remote_copy_gb` "
+              f"{limit / 1e9:g}: every epoch fetches shards again; raise it if the disk allows")
 
 # %% ../../nbs/extras/03_remote_shards.ipynb #434d0e7a
 class RemoteFiles:

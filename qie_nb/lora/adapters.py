@@ -114,7 +114,8 @@ def check_adapter_weights(weights:dict):
     "Raises ValueError for a weight that is no finite number."
     for n, w in weights.items():
         if isinstance(w, bool) or not isinstance(w, (int, float)) or not math.isfinite(w):
-            raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got {w!r}; 1: as trained")
+            raise ValueError(f"`weights` of adapter {n!r} must be a finite number, got "
+                             f"{w!r}; 1: as trained")
 
 def use_loras(transformer:Any, weights:dict): # {adapter name: factor on its scale}
     "Activate these adapters and no others."

@@ -284,8 +284,8 @@ def settle_config(layers:dict, places:list, file:Path) -> Settled:
             note = f"LoRA {str(file)!r}: alpha {chosen.config['lora_alpha']:g} comes from {chosen.where}"
     for other in stated:
         if not _same_alpha(other.config, chosen.config, layers):
-            note = (f"LoRA {str(file)!r} has two alphas: {chosen.config['lora_alpha']:g} in {chosen.where}, "
-                    f"which is used, and {other.config['lora_alpha']:g} in {other.where}")
+            note = (f"LoRA {str(file)!r} has two alphas: {chosen.config['lora_alpha']:g} in "
+                    f"{chosen.where}, which is used, and {other.config['lora_alpha']:g} in {other.where}")
     config = chosen.config
     if config.get("use_dora") and not inferred["use_dora"]:
         raise _refusal(file, f"is a DoRA by {chosen.where}, but has no magnitudes", "give the complete file")

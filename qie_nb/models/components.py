@@ -60,8 +60,8 @@ def find_variant(
     "The variant of a model folder."
     folder = Path(folder)
     if not (folder/"model_index.json").is_file():
-        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder in diffusers' "
-                         "layout")
+        raise ValueError(f"model folder {str(folder)!r} has no model_index.json; give a folder in "
+                         "diffusers' layout")
     found = variant_of_folder(folder, expected)
     if not found:
         name = json.loads((folder/"model_index.json").read_text()).get("_class_name")
@@ -69,7 +69,8 @@ def find_variant(
         raise ValueError(f"model folder {str(folder)!r} contains a {name}; this library needs {known}")
     if expected not in ("auto", found.name):
         raise ValueError(f"`model.variant` is {expected}, but {str(folder)!r} is {found.name} "
-                         f"({found.marks(transformer_config(folder))}); set it to auto or correct the config")
+                         f"({found.marks(transformer_config(folder))}); set it to auto or "
+                         "correct the config")
     return found
 
 # %% ../../nbs/models/03_components.ipynb #26ddae01

@@ -127,8 +127,8 @@ def check_pixels(
     "Raises `NoImage` for NaN or infinity, which would be a black image."
     if torch.isfinite(pixels).all(): return
     if torch.isfinite(latents).all():
-        raise NoImage(f"the image is not finite in {latents.dtype} although its latent is: it would be black; "
-                      "set `train.mixed_precision` to bf16 or no")
+        raise NoImage(f"the image is not finite in {latents.dtype} although its latent is: it "
+                      "would be black; set `train.mixed_precision` to bf16 or no")
     raise NoImage("the image's latent is not finite, so it would be black; predict without adapters, by "
                   "set_adapters([]), to see whether one of them is the cause, and lower its weight")
 

@@ -76,8 +76,8 @@ def source_checkpoint(
         if origin["format"] == "qie_nb-stored-1" and known: return origin
         raise ValueError("unknown format")
     except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, or upgrade "
-                         "qie_nb") from None
+        raise ValueError(f"{str(file)!r} cannot be used ({e}); make the prequantized copy again, "
+                         "or upgrade qie_nb") from None
 
 # %% ../../nbs/models/02_loading.ipynb #a33e1c02
 def saved_quantization(
@@ -245,8 +245,8 @@ def place_tensor(
     module = model.get_submodule(owner)
     expected = getattr(module, leaf).shape
     if tensor.shape != expected:
-        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, but {list(expected)} by "
-                         "its config.json; copy the model again")
+        raise ValueError(f"{name} has shape {list(tensor.shape)} in the checkpoint, but "
+                         f"{list(expected)} by its config.json; copy the model again")
     if any(k in name for k in getattr(model, "_keep_in_fp32_modules", None) or ()):
         dtype = torch.float32
     set_tensor(module, leaf, tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True))

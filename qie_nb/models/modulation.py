@@ -226,12 +226,14 @@ class ModulationTable:
     def nearest_timestep(self, time:float) -> float:
         "The nearest time in the table; the first other one is reported."
         if time in self.index: return time
-        if not self.index: raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
+        if not self.index: raise ValueError("the modulation table is empty; call "
+                                            "`cache_embeddings()` first")
         near = min(self.index, key=lambda t: abs(t - time))
         if abs(near - time) < 1e-6: return near # rounding
         if self.warn_nearest:
-            print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, {near * 1000:g}, is "
-                  f"used, as for all others that are not among its {len(self.index)} timesteps")
+            print(f"timestep {time * 1000:g} is not in the modulation table; the nearest, "
+                  f"{near * 1000:g}, is used, as for all others that are not among its "
+                  f"{len(self.index)} timesteps")
         self.warn_nearest = False
         return near
 

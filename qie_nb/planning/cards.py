@@ -492,8 +492,8 @@ def _notes(p:GpuPlan) -> list[str]: # sentences
     gpu = p.gpu
     out = []
     if not gpu and not is_tiny(q):
-        out.append("no GPU found, so this is the memory of the settings as they are; name a GPU for a plan, "
-                   "e.g. plan(gpu='RTX 4090') or --gpu 'RTX 4090'")
+        out.append("no GPU found, so this is the memory of the settings as they are; name a GPU "
+                   "for a plan, e.g. plan(gpu='RTX 4090') or --gpu 'RTX 4090'")
     if gpu and not p.chosen:
         out.append(f"{gpu.name} is too small (the table shows the smallest strategy); use smaller images, "
                    "`data.image_size` and `data.control_area`, or another GPU")

@@ -171,8 +171,8 @@ def gpu_findings(m:MachineInfo, c:Config|None=None) -> list[Finding]:
     unseen = unseen_gpu(m.facts())
     if unseen:
         return [Finding("GPU", "not seen by torch", level, unseen)]
-    why = ("the 20 B model needs one with 12 GB or more: Kaggle (Accelerator > GPU T4 x2), Colab (Runtime > "
-           "Change runtime type), or your own")
+    why = ("the 20 B model needs one with 12 GB or more: Kaggle (Accelerator > GPU T4 x2), Colab "
+           "(Runtime > Change runtime type), or your own")
     if c and not _is_large(c):
         why = "the tiny model trains on the CPU; " + why
     if hides_gpus(m.environment.env):
@@ -264,7 +264,8 @@ def hub_findings(m:MachineInfo, c:Config|None=None) -> list[Finding]:
     elif m.online:
         out.append(Finding("internet", "yes"))
     if missing and not m.token:
-        remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; Colab: key "
+        remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; "
+                  "Colab: key "
                   'at the left), then os.environ["HF_TOKEN"] = '
                   'detect_environment().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
@@ -278,9 +279,10 @@ def position_findings(m:MachineInfo, c:Config|None=None) -> list[Finding]:
     if all(v.installed_positions() in ("3d", None) for v in VARIANTS.values()):
         return []
     return [Finding("positions of image tokens", "running", "warning",
-                    f"diffusers {m.versions.get('diffusers')} with transformers {m.versions.get('transformers')} "
-                    "drops the positions that the model was trained with (diffusers issue 14194); set "
-                    "`model.image_positions` to 3d, unless the LoRA will only be used in such a pipeline")]
+                    f"diffusers {m.versions.get('diffusers')} with transformers "
+                    f"{m.versions.get('transformers')} drops the positions that the model was "
+                    "trained with (diffusers issue 14194); set `model.image_positions` to 3d, "
+                    "unless the LoRA will only be used in such a pipeline")]
 
 # %% ../../nbs/planning/04_doctor.ipynb #f58fd26f
 def _run(m:MachineInfo, c:Config|None=None) -> Plan:
@@ -400,8 +402,8 @@ def alignment_findings(
     value = f"{what}; {len(report.pairs)} of {len(samples)} pairs looked at"
     if not report.misfits:
         return [Finding("alignment", value)]
-    remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with aligned targets; "
-              "keep the pairs if the edit is meant to move or enlarge what they show")
+    remedy = ("`qie-nb check FOLDER` checks all pairs, and `--align OUT` writes a copy with "
+              "aligned targets; keep the pairs if the edit is meant to move or enlarge what they show")
     return [Finding("alignment", value, "warning", remedy)]
 
 def grid_findings(c:Config) -> list[Finding]:

@@ -185,7 +185,8 @@ def init(
 ) -> str: # what was found, and what to do next
     "Write a commented configuration for the pairs in a folder and this machine's GPU."
     if Path(out).exists() and not force:
-        raise FileExistsError(f"{str(out)!r} exists; use --out for another file, or --force to overwrite it")
+        raise FileExistsError(f"{str(out)!r} exists; use --out for another file, or "
+                              "--force to overwrite it")
     path, samples, lacking = find_pairs(folder)
     gpus = driver_gpus() if gpus is None else gpus
     twins = None
@@ -210,4 +211,5 @@ def init(
         found.append(f"Correct this, or `data.dataset_path` in {out}.")
     return ("\n".join(found) + f"\nGPU: {gpus[0][0] if gpus else 'none found'}\nWrote {out}. Next:\n"
             f"  qie-nb doctor {out}   checks this machine and the settings\n"
-            f"  qie-nb train {out}    encodes the pairs and trains; Ctrl-C stops, --resume latest continues")
+            f"  qie-nb train {out}    encodes the pairs and trains; Ctrl-C stops, --resume "
+            "latest continues")

@@ -301,8 +301,8 @@ def choose_decoder(
     compared = f"{facts.needed / 1e9:.1f} GB to decode, {facts.free / 1e9:.1f} GB of {facts.device} beside the training"
     if facts.needed <= SHARE * facts.free:
         return Choice(facts.device, f"fits: {compared}", setting)
-    warning = (f"evaluation images are decoded on the CPU, because the VAE does not fit {facts.device} beside the "
-               f"training (`{setting}` decides instead)")
+    warning = ("evaluation images are decoded on the CPU, because the VAE does not fit "
+               f"{facts.device} beside the training (`{setting}` decides instead)")
     return Choice("cpu", f"too large: {compared}", setting, warning=warning)
 
 # %% ../../nbs/planning/00c_parts.ipynb #3a7e0e02

@@ -113,7 +113,8 @@ def output_size(
     h = h if height is None else height
     for name, side in (("width", w), ("height", h)):
         if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
-            raise ValueError(f"`{name}` must be a whole number of pixels, got {side!r}; write it without quotes")
+            raise ValueError(f"`{name}` must be a whole number of pixels, got {side!r}; write "
+                             "it without quotes")
         if side < multiple or side % multiple:
             below = max(multiple, int(side) // multiple * multiple)
             raise ValueError(

@@ -469,7 +469,7 @@ def cached_edits(
         s = dataset.samples[i]
         if true_cfg_scale > 1 and encoded.uncond is None:
             raise ValueError(f"`true_cfg_scale` {true_cfg_scale} needs the empty prompt, which the cache "
-                             f"lacks for sample {s.id!r}; precompute with `data.caption_dropout_rate` above "
-                             "0, or use 1")
+                             f"lacks for sample {s.id!r}; precompute with "
+                             "`data.caption_dropout_rate` above 0, or use 1")
         out.append((Edit([], s.prompt, "", dataset.geometry.target(dataset.sizes[i][0]), seed), encoded))
     return out

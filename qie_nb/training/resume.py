@@ -337,11 +337,13 @@ class RunResume:
         a = self.adapters
         self.check_owned()
         if s.optimizer is None:
-            raise ValueError("there is no run to save; call fit(), or set_lora() and configure_optimizers()")
+            raise ValueError("there is no run to save; call fit(), or set_lora() and "
+                             "configure_optimizers()")
         broken = a.broken_tensor()
         if broken:
             raise TrainingFailed(f"step {global_step} is not saved: {broken}; lower `optimizer.lr` "
-                                 f"({self.config.optimizer.lr:g} now) and go on from {self.last() or 'the start'}")
+                                 f"({self.config.optimizer.lr:g} now) and go on from "
+                                 f"{self.last() or 'the start'}")
         tr = self.components.transformer
         ema = a.ema
         moments = full_state(s.optimizer.state_dict())
@@ -419,8 +421,9 @@ class RunResume:
         found = ckpt.complete_checkpoints(self.root())
         if found:
             raise ValueError(f"`train.output_dir` {self.config.train.output_dir!r} holds checkpoints of an "
-                             f"earlier run ({found[-1].name}). To continue it, set `train.resume_checkpoint` "
-                             "to latest; to start a new run, choose another `train.output_dir`")
+                             f"earlier run ({found[-1].name}). To continue it, set "
+                             "`train.resume_checkpoint` to latest; to start a new run, choose "
+                             "another `train.output_dir`")
 
     def check_writable(self):
         "Raise ValueError if the output folder cannot be written."
@@ -464,5 +467,6 @@ class RunResume:
         "Raise ValueError if another run has taken an output folder since this one began."
         lost = [o for o in self.owners if o.lost]
         if lost:
-            raise ValueError(f"another run has taken {str(lost[0].folder)!r} while this one stood still, so nothing "
-                             "more is written there; end one of them, and continue with `train.resume_checkpoint` latest")
+            raise ValueError(f"another run has taken {str(lost[0].folder)!r} while this one stood "
+                             "still, so nothing more is written there; end one of them, and "
+                             "continue with `train.resume_checkpoint` latest")

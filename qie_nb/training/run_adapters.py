@@ -145,11 +145,12 @@ class RunAdapters:
             if sizes and first is None:
                 first = name, sizes
             elif sizes and sizes != first[1]:
-                self.state.warn_once(f"adapter {name!r} was trained at {sizes}, {first[0]!r} at {first[1]}, which "
-                                     "is used; set `data.control_area` and `data.vl_area` to choose")
+                self.state.warn_once(f"adapter {name!r} was trained at {sizes}, {first[0]!r} at "
+                                     f"{first[1]}, which is used; set `data.control_area` and "
+                                     "`data.vl_area` to choose")
             if info.get("variant") not in (None, base):
-                self.state.warn_once(f"adapter {name!r} was trained on {info['variant']}, and the base is {base}: "
-                                     f"images may be wrong. Use a {info['variant']} model")
+                self.state.warn_once(f"adapter {name!r} was trained on {info['variant']}, and the "
+                                     f"base is {base}: images may be wrong. Use a {info['variant']} model")
             self._warn_positions(f"adapter {name!r}", info)
 
     def _warn_positions(self, what, info):
@@ -213,8 +214,8 @@ class RunAdapters:
         weights = self.active()
         others = [self._known(name) for name in self.in_memory]
         if self.state.optimizer is not None or not all(adapter.file for adapter in others):
-            raise ValueError(f"{why}, but the transformer in memory has only the table; load the adapter in "
-                             "another trainer, or set `model.modulation_table` to false")
+            raise ValueError(f"{why}, but the transformer in memory has only the table; load the "
+                             "adapter in another trainer, or set `model.modulation_table` to false")
         self.components.drop("transformer")
         self.components.load_with_layers()
         wanted = [dict(path=str(a.file), name=a.name, weight=weights.get(a.name, 1.)) for a in others]
@@ -273,7 +274,8 @@ class RunAdapters:
         if wanted and not there:
             self.load(wanted)
         elif wanted and not {one.name for one in parse_loras(wanted)} & set(there):
-            self.state.warn_once(f"`predict.loras` is ignored: adapters {', '.join(there)} are already in memory")
+            self.state.warn_once(f"`predict.loras` is ignored: adapters {', '.join(there)} are "
+                                 "already in memory")
 
     def use(self,
         names:str|list, # one or a list; [] for the base alone
@@ -285,8 +287,8 @@ class RunAdapters:
         if not isinstance(weights, (list, tuple)):
             weights = [1.0 if weights is None else weights] * len(names)
         if len(names) != len(weights) or len(set(names)) < len(names):
-            raise ValueError(f"`names` and `weights` must have the same length and each name once, got {names} "
-                             f"and {list(weights)}")
+            raise ValueError("`names` and `weights` must have the same length and each name once, "
+                             f"got {names} and {list(weights)}")
         if tr is None and names:
             raise ValueError(f"there is no adapter {names[0]!r}; call load_lora() or load_loras() first")
         if tr is not None:
@@ -299,7 +301,8 @@ class RunAdapters:
         wrong = [name for name in names if name not in self.in_memory]
         if wrong: raise ValueError(f"there is no adapter {wrong[0]!r}; loaded are {list(self.in_memory)}")
         if "default" in names and self.state.optimizer is not None:
-            raise ValueError("adapter 'default' is being trained; use set_adapters([]) to predict without it")
+            raise ValueError("adapter 'default' is being trained; use set_adapters([]) to "
+                             "predict without it")
         lora.remove_loras(self.components.gathered(), names)
         self.loaded = {name: adapter for name, adapter in self.loaded.items() if name not in names}
 
@@ -308,8 +311,8 @@ class RunAdapters:
     ):
         "Add the adapters in use to the base's weights."
         if hasattr(self.components.loaded.get("transformer"), "block_swap"):
-            raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter and merge it "
-                             "in a trainer without it")
+            raise ValueError("nothing can be merged with `train.blocks_to_swap`; save the adapter "
+                             "and merge it in a trainer without it")
         tr = self.components.gathered()
         with self.ema_weights():
             lora.merge_lora(tr, undo)
@@ -327,8 +330,9 @@ class RunAdapters:
         wanted = self.config.predict.schedule if schedule is None else schedule
         s, why = pick_schedule(wanted, [(adapter.file, adapter.info) for adapter in self.in_use])
         if s.name != "none" and not why.startswith("asked"):
-            self.state.warn_once(f"schedule {s.name}, {s.steps} steps, guidance {s.true_cfg_scale:g}: {why}; "
-                                 "`schedule` none samples with the model's own")
+            self.state.warn_once(f"schedule {s.name}, {s.steps} steps, guidance "
+                                 f"{s.true_cfg_scale:g}: {why}; `schedule` none samples "
+                                 "with the model's own")
         return Sampling(s.steps if steps is None else steps,
                         s.true_cfg_scale if true_cfg_scale is None else true_cfg_scale, dict(s.scheduler))
 
@@ -420,8 +424,8 @@ class RunAdapters:
         from qie_nb.extras.comfyui_workflow import WorkflowFacts
         model = self.components.variant.comfyui
         if model is None:
-            raise ValueError(f"`workflow` knows no nodes of ComfyUI for variant {self.components.variant.name}; save "
-                             "without `workflow`")
+            raise ValueError("`workflow` knows no nodes of ComfyUI for variant "
+                             f"{self.components.variant.name}; save without `workflow`")
         facts = self.card_facts()
         g = self.geometry()
         path, s = self.few_steps(schedule)
@@ -477,8 +481,8 @@ class RunAdapters:
             info = read.info | self.metadata() | info
             return SavedLora(write_lora(path, read.state, read.config, info, format, thumbnail))
         if "default" not in self.in_memory:
-            raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call set_lora(), fit() "
-                             "or load_lora() first")
+            raise ValueError(f"there is no adapter to save, only {list(self.in_memory)}; call "
+                             "set_lora(), fit() or load_lora() first")
         tr = self.components.gathered()
         with self.ema_weights():
             state = lora.lora_state(tr)

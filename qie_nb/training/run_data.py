@@ -125,8 +125,8 @@ def edit_masked(batch:dict, data:DataSection) -> list: # bool
     return [batch.get("mask") is None] * n
 
 # %% ../../nbs/training/06_run_data.ipynb #43a212be
-NEXT_SKIPPED = ("next: correct the skipped samples and run cache_embeddings() again, or train without them: "
-                "trainer.fit()")
+NEXT_SKIPPED = ("next: correct the skipped samples and run cache_embeddings() again, or train "
+                "without them: trainer.fit()")
 
 # %% ../../nbs/training/06_run_data.ipynb #7b8a6f02
 class RunData:
@@ -286,8 +286,8 @@ class RunData:
         parts = self.components
         several = next((s.id for s in dataset.samples if len(s.controls) > 1), None)
         if several is not None and not parts.variant.multi_image:
-            raise ValueError(f"sample {several!r} has several control images, but variant {parts.variant.name} "
-                             f"takes one; use a {variants_for_several()} model")
+            raise ValueError(f"sample {several!r} has several control images, but variant "
+                             f"{parts.variant.name} takes one; use a {variants_for_several()} model")
         dataset.areas = parts.areas
         if dataset.cache is None:
             dataset.refresh()
@@ -311,8 +311,9 @@ class RunData:
         dataset.cached_only = local and not self.components.has_encoders() or not dataset.cache.writable
         if not dataset.cached_only: return
         if dataset.identity is None:
-            raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, and model folder "
-                                  f"{name!r} has no encoders to fill it; precompute with the whole model first")
+            raise CacheEntryError(f"cache {', '.join(map(str, dataset.cache.layers))} is empty, "
+                                  f"and model folder {name!r} has no encoders to fill it; "
+                                  "precompute with the whole model first")
         found = dataset.problems(reread=False)
         if found: raise CacheEntryError(dataset.problems_text(found))
 
@@ -389,8 +390,8 @@ class RunData:
         if dataset.cache is None:
             dataset.cache = self.open_cache()
         if dataset.cache is None:
-            raise ValueError("there is no cache to fill; set `cache.use_cache` to true and `cache.cache_dir` "
-                             "to a folder")
+            raise ValueError("there is no cache to fill; set `cache.use_cache` to true and "
+                             "`cache.cache_dir` to a folder")
         if not dataset.areas:
             dataset.set_areas(self.components.areas)
         self.skip_bad_prompts(dataset)

@@ -255,8 +255,8 @@ def check_schedule(
     warm = settings.warmup_steps
     cycles = settings.num_cycles
     if kind == "constant" and warm:
-        raise ValueError(f"`lr_scheduler.scheduler_type` constant has no warm-up, got `warmup_steps` {warm}; "
-                         "use constant_with_warmup")
+        raise ValueError("`lr_scheduler.scheduler_type` constant has no warm-up, got "
+                         f"`warmup_steps` {warm}; use constant_with_warmup")
     if cycles and not kind.startswith("cosine"):
         raise ValueError(f"`lr_scheduler.num_cycles` is {cycles:g}, but {kind} has no cycles; use cosine")
     if cycles and kind == "cosine_with_restarts" and cycles != int(cycles):

@@ -56,7 +56,8 @@ class StopSignals:
         self.state.stop = _NAMES[number]
         if not self.stop_requested_only or self.asked > 1: raise KeyboardInterrupt(_NAMES[number])
         try:
-            print("stopping after this step, with a checkpoint; interrupt again to stop without one", flush=True)
+            print("stopping after this step, with a checkpoint; interrupt again to "
+                  "stop without one", flush=True)
         except RuntimeError: # within another print
             pass
 
@@ -172,8 +173,9 @@ def read_nonfinite(trainer:"QwenImageEditTrainer"):
     if row < MAX_NONFINITE_STEPS: return
     where = f", first in {stats.found}" if stats and stats.found else ""
     s.suspect = True
-    s.stop = (f"the loss was not finite in {row} steps in a row (step {trainer.global_step}{where}); none of them "
-              "changed anything: lower `optimizer.lr`, or look at the last batch's images")
+    s.stop = (f"the loss was not finite in {row} steps in a row (step "
+              f"{trainer.global_step}{where}); none of them changed anything: lower "
+              "`optimizer.lr`, or look at the last batch's images")
 
 class TrainingFailed(ValueError):
     "A run that has ended without a usable adapter."
@@ -201,7 +203,8 @@ def judge_run(
     if is_broken(t) or s.suspect or s.skipped - skipped < steps: return
     s.suspect = True
     s.stop = (f"the loss was finite in none of {steps} steps, so nothing was trained: lower `optimizer.lr` "
-              f"({t.config.optimizer.lr:g} now), and look at `model.lora.lora_alpha` and `train.logit_mean`")
+              f"({t.config.optimizer.lr:g} now), and look at `model.lora.lora_alpha` and "
+              "`train.logit_mean`")
 
 # %% ../../nbs/training/03_stopping.ipynb #76ba9a02
 class NonFiniteStop(Callback):
@@ -310,9 +313,9 @@ def memory_advice(
     except (RuntimeError, MemoryError) as e:
         if is_driver_error(e) and not is_out_of_memory(e):
             raise RuntimeError(
-                f"the driver failed while {doing} ({_first_line(e)}); files on disk are intact. Set the environment "
-                f"variable {ALLOCATOR[0]} to expandable_segments:False before torch is imported, and install "
-                "a newer NVIDIA driver (under WSL2: R615 or later)") from e
+                f"the driver failed while {doing} ({_first_line(e)}); files on disk are intact. "
+                f"Set the environment variable {ALLOCATOR[0]} to expandable_segments:False before "
+                "torch is imported, and install a newer NVIDIA driver (under WSL2: R615 or later)") from e
         if not is_out_of_memory(e): raise
         first = _first_line(e)
         error: BaseException|None = e
@@ -325,5 +328,6 @@ def memory_advice(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     ways = "; ".join(f"{n}. {change} (saves about {change.saved:.2g} GB)" for n, change in enumerate(advice(), 1))
-    raise OutOfMemory(f"out of memory while {doing} ({first}); files on disk are intact. Try, in this order: "
+    raise OutOfMemory(f"out of memory while {doing} ({first}); files on disk are intact. "
+                      "Try, in this order: "
                       + ways)

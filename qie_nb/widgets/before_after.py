@@ -26,7 +26,8 @@ def as_rgb(
         return open_image(image)
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"`{name}` must be a path, a PIL image or a uint8 array [H, W, 3], got "
-                         f"{image.dtype} {list(image.shape)}; use `qie_nb.predict.grid` for a list of images")
+                         f"{image.dtype} {list(image.shape)}; use `qie_nb.predict.grid` for "
+                         "a list of images")
     return open_image(image, name)
 
 
@@ -88,7 +89,8 @@ class BeforeAfter(Display):
         titles:tuple[str, str]=("before", "after"),
         height:int=360, # pixels on the page; no wider than 640
     ):
-        if len(titles) != 2: raise ValueError(f"`titles` must be two, got {len(titles)}; give one per image")
+        if len(titles) != 2: raise ValueError(f"`titles` must be two, got {len(titles)}; "
+                                              "give one per image")
         if height < 1: raise ValueError(f"`height` must be 1 or more pixels, got {height}; default 360")
         self.titles = tuple(map(str, titles))
         first = as_rgb(before, "before")

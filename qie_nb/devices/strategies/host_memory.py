@@ -74,8 +74,8 @@ def host_problem(
     no = f"`train.{setting}` is incompatible with"
     devices = train.model_parallel_devices
     if torch.device(facts.device).type != "cuda":
-        return (f"`train.{setting}` needs a CUDA GPU, but the transformer trains on {facts.device}; set it to "
-                "false")
+        return (f"`train.{setting}` needs a CUDA GPU, but the transformer trains on "
+                f"{facts.device}; set it to false")
     if not train.gradient_checkpointing:
         return (f"`train.{setting}` needs `train.gradient_checkpointing`, which is false; set it to true")
     if len(devices) > 1: return f"{no} `train.model_parallel_devices` {devices}; choose one of them"

@@ -96,9 +96,9 @@ class QInt4(Quanto):
         "Which compilers are missing."
         missing = _missing_tools(device)
         if not missing: return ""
-        return (f"compiles a part of quanto on first use and needs {' and '.join(missing)}, not found here; "
-                "pip install ninja, install the compilers (g++; on a GPU the CUDA toolkit), or use "
-                f"{advised('4 bits')}")
+        return (f"compiles a part of quanto on first use and needs {' and '.join(missing)}, not "
+                "found here; pip install ninja, install the compilers (g++; on a GPU the CUDA "
+                f"toolkit), or use {advised('4 bits')}")
 
     def unsaved(self) -> str:
         "Why layers cannot be saved."

@@ -238,8 +238,8 @@ class Variant:
     ) -> str: # "" if it is usual
         "The note that an edit has more control images than the model has seen in its training."
         if not self.multi_image or images <= self.trained_images: return ""
-        return (f"{images} control images: variant {self.name} was trained on up to {self.trained_images}, so the "
-                "others may be ignored or mixed up")
+        return (f"{images} control images: variant {self.name} was trained on up to "
+                f"{self.trained_images}, so the others may be ignored or mixed up")
 
     # --- images and latents [B, C, 1, h, w]
     def vae_shape(self,

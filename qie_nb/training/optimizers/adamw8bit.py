@@ -41,7 +41,8 @@ class AdamW8bit(Optimizer):
         except Exception as e:
             raise ValueError(
                 f"`optimizer.name` {self.name} does not run on {device} ({type(e).__name__}: "
-                f"{str(e)[:200]}); `pip install -U bitsandbytes` or use {advised_optimizer('default')}") from e
+                f"{str(e)[:200]}); `pip install -U bitsandbytes` or use "
+                f"{advised_optimizer('default')}") from e
 
     def state_bytes(self, shape:tuple, zero:bool=False) -> int:
         "Two moments in eight bits with a scale for 256 numbers; small tensors in float32."

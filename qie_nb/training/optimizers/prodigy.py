@@ -25,8 +25,8 @@ class Prodigy(Optimizer):
         "Raises ValueError if prodigyopt is missing, or for a rate of another optimizer."
         super().check(settings, device)
         if 0.1 <= settings.lr <= 10: return
-        raise ValueError("`optimizer.lr` is a factor on the rate that prodigy finds and must be about 1, got "
-                         f"{settings.lr:g}; set it to 1")
+        raise ValueError("`optimizer.lr` is a factor on the rate that prodigy finds and must be "
+                         f"about 1, got {settings.lr:g}; set it to 1")
 
     def make(self, params:list, settings:OptimizerSection) -> torch.optim.Optimizer:
         "The optimizer of these parameters."

@@ -63,8 +63,8 @@ def check_tracker(
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
     known = sorted(str(k) for k in LOGGER_TYPE_TO_CLASS if str(k) not in SINKS)
     if name not in known:
-        raise ValueError(f"`logging.report_to` {name!r} is not supported; use {', '.join(SINKS)} or none, or one of "
-                         f"accelerate's trackers: {', '.join(known)}")
+        raise ValueError(f"`logging.report_to` {name!r} is not supported; use {', '.join(SINKS)} "
+                         f"or none, or one of accelerate's trackers: {', '.join(known)}")
     if not filter_trackers([name], "runs"):
         raise ValueError(f"`logging.report_to` {name} needs a package that is not installed; pip install "
                          f"{name}, or use tensorboard or none")
