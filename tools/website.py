@@ -15,6 +15,8 @@ THEN = ["results", "evaluation", "predict", "lightning", "resume", "widgets", "s
 # what is copied; links to other files lead to the repository
 SHOWN = ("*.md", "*.ipynb", "*.png", "*.jpg")
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+# of an output
+HTML_LINK = re.compile(r'<a href="([^"]+)"[^>]*>(.*?)</a>', re.S)
 
 
 def sources() -> list: # paths relative to the repository
@@ -56,6 +58,23 @@ def is_hidden(cell:dict) -> bool:
     return "".join(cell["source"]).startswith("#| hide")
 
 
+def without_links_to_results(html:str, here:Path) -> str:
+    "An output of the notebook `here`; files that its run wrote are named, not linked, because the site does not have them."
+    def text_if_absent(match):
+        parts = urlsplit(match[1])
+        absent = not parts.scheme and not (ROOT/here.parent/unquote(parts.path)).exists()
+        return match[2] if absent else match[0]
+    return HTML_LINK.sub(text_if_absent, html)
+
+
+def stage_outputs(cell:dict, here:Path):
+    "Changes the outputs of a cell of the notebook `here` for the site."
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        if "text/html" in data:
+            data["text/html"] = without_links_to_results("".join(data["text/html"]), here)
+
+
 def stage(folder:Path):
     "Copies the sources with the site's links, and notebooks without the cells that they hide."
     files = sources()
@@ -72,6 +91,7 @@ def stage(folder:Path):
             for cell in book["cells"]:
                 if cell["cell_type"] == "markdown":
                     cell["source"] = with_links("".join(cell["source"]), name, shown)
+                stage_outputs(cell, name)
             out.write_text(json.dumps(book), encoding="utf-8")
         else:
             shutil.copy(ROOT/name, out)

@@ -188,6 +188,27 @@ def test_dead_links_of_the_site_are_found(tmp_path):
     assert website.dead_links(tmp_path) == ["a.html: b/index.html#gone", "a.html: no.png"]
 
 
+def links_of_outputs(folder): # of its notebooks
+    linked = []
+    for path in folder.rglob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            for output in cell.get("outputs", []):
+                html = "".join(output.get("data", {}).get("text/html", ""))
+                linked += [(path.name, link) for link in re.findall('href="([^"]+)', html)]
+    return linked
+
+
+def test_outputs_of_the_site_link_to_no_file_of_the_run_that_made_them(tmp_path):
+    "A reader of the site has not run it."
+    website.stage(tmp_path)
+    assert [link for name, link in links_of_outputs(ROOT/"nbs") if name == "index.ipynb"]
+    assert [row for row in links_of_outputs(tmp_path) if "://" not in row[1] and row[1][0] != "#"] == []
+    shown = '<i>LoRA</i> <a href="lora/README.md" target="_blank">lora/README.md</a>'
+    assert website.without_links_to_results(shown, Path("nbs/index.ipynb")) == "<i>LoRA</i> lora/README.md"
+    there = '<a href="00_cache.ipynb">the cache</a> <a href="https://pytorch.org">torch</a>'
+    assert website.without_links_to_results(there, Path("nbs/index.ipynb")) == there
+
+
 def test_the_tour_says_where_to_look():
     "Each name of its last section is defined by the module of the notebook that is linked beside it."
     cells = json.loads((ROOT/"nbs"/"index.ipynb").read_text())["cells"]

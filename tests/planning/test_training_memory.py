@@ -1,6 +1,6 @@
 """Compares the planner's figures with the bytes that the real classes hold and save, at tiny sizes."""
 import gc
-from dataclasses import replace
+from dataclasses import fields, replace
 from weakref import WeakSet
 
 import pytest
@@ -92,6 +92,19 @@ def test_weight_bytes_of_each_quantization(kind, base_bytes):
     tr = empty_transformer(q, "cpu")
     plain = type(tr)(**tr.config).to(torch.bfloat16 if base_bytes == 2 else torch.float32).requires_grad_(False)
     assert close(2 * block_bytes(q) + other_bytes(q), held_bytes(quantize(plain, kind)), 0.01)
+
+
+def test_the_adapters_shapes_depend_on_the_fields_that_are_named_and_are_found_once():
+    whole = MemoryQuery(dora=True, targets=("to_q", "img_mod.1"))
+    for field in fields(MemoryQuery):
+        value = getattr(whole, field.name)
+        changed = {bool: not value, int: 48, float: 0.3, tuple: ("to_k", "txt_in")}.get(type(value), "other")
+        q = replace(whole, **{field.name: changed})
+        assert adapter_shapes(q) == list(memory._shapes_of.__wrapped__(q, True)), field.name
+    memory._shapes_of.cache_clear()
+    for quantization in (None, "nf4", "qfloat8"):
+        adapter_shapes(replace(whole, quantization=quantization, batch=2))
+    assert memory._shapes_of.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adafactor", "prodigy"])
