@@ -109,7 +109,7 @@ check: lint test ## lint, then the everyday tests
 breakages: $(VENV)/.ready ## break the code on purpose, one way at a time, and expect a failing test; ten minutes
 	$(ONE) $(PYTEST) tests/breakages
 
-mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: do the everyday tests notice them? A quarter of an hour; ARGS="seed key" for some
+mutations: $(VENV)/.ready ## put small mistakes into the library, one at a time: does `make test-all` notice them? About an hour; ARGS="seed key" for some
 	$(ONE) $(BIN)/python tests/breakages/mutations.py $(ARGS)
 
 faults: $(VENV)/.ready ## all trials of the cache: kills, flipped bits, full disks, many processes; about 20 minutes; full disks need root

@@ -8,6 +8,8 @@ from nbconvert import HTMLExporter
 from outputs import CHAPTERS, has_value
 from qie_nb.core.display import VIEW
 
+pytestmark = pytest.mark.slow # `make test` runs the chapters as the other notebooks
+
 SHOWN = {"nbs/index": ["1 of 12", "pixel_latent", "with the LoRA so far"], "nbs/00_cache": ["pixel_latent"],
          "nbs/03_logging": ["trained 10 steps"]} # on the page that is exported
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = Path(sys.prefix)/"reports"
 WORKERS = os.environ.get("WORKERS", "2")
 SHOWN = 30 # slowest cases
-# tests/test_notebooks.py runs these in a kernel, and hands the result to all tests that look at it
+# with each change tests/test_notebooks.py runs these in a kernel, and hands the result to all tests that look at it
 CHAPTERS = r"^(index|00_cache|01_trainer|02_predict|03_logging|04_cli)\.ipynb$"
 
 
@@ -35,8 +35,8 @@ class Part:
 
 
 def notebooks(*options) -> Part:
-    "All notebooks but the chapters, as `nbdev_test` runs them."
-    return Part("notebooks", ["nbdev_test", "--n_workers", WORKERS, "--timing", "--skip_file_re", CHAPTERS, *options])
+    "The notebooks, as `nbdev_test` runs them."
+    return Part("notebooks", ["nbdev_test", "--n_workers", WORKERS, "--timing", *options])
 
 
 def pytest(name:str, *arguments, workers:str=WORKERS) -> Part:
@@ -56,14 +56,15 @@ def lanes() -> dict: # {name: rows of parts}
     "What `make` calls by these names."
     everyday = "not slow and not browser and not mounts and not weekly"
     tests = ["--ignore=tests/lint", "--ignore=tests/test_style.py"]
+    all_but_chapters = ["--flags", "slow", "--skip_file_re", CHAPTERS]
     return dict(
         lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"])],
               [pytest("pages and style", "tests/lint", "tests/test_style.py", workers=""),
                Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
-        all=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
+        all=[[notebooks(*all_but_chapters), pytest("tests", *tests, "-m", "not browser and not weekly")],
              [make("browser", "BROWSERS=w8", "LANE=browser and not weekly"), make("types")]],
-        weekly=[[notebooks("--flags", "slow"), pytest("tests", *tests, "-m", "not browser"),
+        weekly=[[notebooks(*all_but_chapters), pytest("tests", *tests, "-m", "not browser"),
                  make("mutations"), make("faults"), make("kills"), make("outputs")],
                 [make("browser"), make("space")]])
 
@@ -149,7 +150,7 @@ def report(lane:str, rows:list, seconds:float) -> int: # exit code
 
 
 COMMANDS = dict(lint="lint", test="test", all="test-all", weekly="test-weekly")
-LEFT_OUT = dict(test=". Not included: tests that start processes, kernels, mounts or a browser (make test-all), and full matrices (make test-weekly)")
+LEFT_OUT = dict(test=". Not included: tests that take long or start processes, kernels, mounts or a browser (make test-all), and full matrices (make test-weekly)")
 
 
 def main():

@@ -28,7 +28,7 @@ class Change(NamedTuple):
 
 class Mutation(NamedTuple):
     """A small mistake, and the test that should notice it."""
-    test: str  # file of an everyday test; with "::function" where the file takes long to get there
+    test: str  # file of a test of the lane of each change; with "::function" where the file takes long to get there
     changes: list[Change]
 
 

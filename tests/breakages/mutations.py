@@ -1,10 +1,10 @@
-"""Small mistakes, put into the library one at a time: which of them does `make test` notice?
+"""Small mistakes, put into the library one at a time: which of them does `make test-all` notice?
 
 `make mutations` runs all of them and prints the score; `ARGS="seed key"` those whose name contains
 one of these words. Each runs in a process of its own that reads the changed code: first the test
-that the table names, then the tests of the changed module, all others, and the module's notebook,
-until something fails. torch is loaded once, before. On two cores: about a quarter of an hour, and
-as much again for each mutation that the named test does not notice.
+that the table names, then the tests of the changed module, all everyday tests, and the module's
+notebook, until something fails. torch is loaded once, before. On two cores: about an hour, and a
+quarter of an hour more for each mutation that the tests of its module do not notice.
 """
 import argparse
 import importlib.machinery
@@ -20,7 +20,8 @@ import of_models
 import of_runs
 from code_changes import ROOT, Change, Misfit, Mutation, changed_cells, changed_files
 
-EVERYDAY = "not slow and not weekly and not browser and not mounts"
+OF_EACH_CHANGE = "not weekly and not browser and not mounts" # by `make test-all`
+EVERYDAY = f"not slow and {OF_EACH_CHANGE}" # by `make test`
 
 
 MUTATIONS = {
@@ -702,9 +703,10 @@ def attempts(mutation) -> list[list[str]]:
     file = mutation.test.partition("::")[0]
     ordered = in_order(mutation.changes)
     own = [path for path in ordered if is_own(path, mutation.changes)]
-    if not (ROOT/file).is_file(): return [own, ordered]
-    if mutation.test == file: return [[file], own, ordered]
-    return [[mutation.test], [file], own, ordered]
+    near = [[mutation.test], [file]] if mutation.test != file else [[file]]
+    if not (ROOT/file).is_file(): near = []
+    steps = [["-m", OF_EACH_CHANGE, *tests] for tests in [*near, own] if tests]
+    return [*steps, ["-m", EVERYDAY, *ordered]]
 
 
 def run_in_child(mutation, log) -> int:
@@ -717,11 +719,11 @@ def run_in_child(mutation, log) -> int:
     read_changed(changed_files(mutation.changes))
     import pytest
     options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    options += ["--basetemp", f"{log}.tmp", "-m", EVERYDAY]
+    options += ["--basetemp", f"{log}.tmp"]
     code = 0
-    for tests in attempts(mutation):
-        if tests and code in (0, 4, 5): # 4, 5: the named test is called something else now
-            code = int(pytest.main([*options, *tests]))
+    for step in attempts(mutation):
+        if code in (0, 4, 5): # 4, 5: the named test is called something else now
+            code = int(pytest.main([*options, *step]))
     if not code:
         code = run_notebooks(mutation.changes)
     os._exit(code)

@@ -4,7 +4,7 @@ import pytest
 import fit
 import mutations
 from code_changes import ROOT, Change, Misfit, changed, changed_cells, changed_files
-from mutations import Mutation, attempts, in_order, noticed_elsewhere
+from mutations import EVERYDAY, OF_EACH_CHANGE, Mutation, attempts, in_order, noticed_elsewhere
 
 CODE = '''
 SIZE = 3 # not 4
@@ -189,16 +189,17 @@ def test_all_tables_are_checked():
 
 
 def test_what_the_runner_tries():
-    """The named test, its file, the module's own test file, all test files."""
+    """The named test, its file and the module's own with what CI runs, then all everyday tests."""
     change = [Change("training/step", "batch_seeds", "seed", "0")]
     own = [str(ROOT/"tests"/"training"/"test_step.py")]
     file = "tests/training/test_randomness.py"
     every = in_order(change)
     assert every[0] == own[0] and len(every) > 50 and not any("breakages" in p for p in every)
-    assert attempts(Mutation(file, change)) == [[file], own, every]
-    test = f"{file}::test_x"
-    assert attempts(Mutation(test, change)) == [[test], [file], own, every]
-    assert attempts(Mutation("tests/gone.py::test_x", change)) == [own, every]
+    end = ["-m", EVERYDAY, *every]
+    named, whole, module = [["-m", OF_EACH_CHANGE, *tests] for tests in ([f"{file}::test_x"], [file], own)]
+    assert attempts(Mutation(file, change)) == [whole, module, end]
+    assert attempts(Mutation(f"{file}::test_x", change)) == [named, whole, module, end]
+    assert attempts(Mutation("tests/gone.py::test_x", change)) == [module, end]
 
 
 def test_another_file_that_noticed_a_mutation_is_named(monkeypatch):
