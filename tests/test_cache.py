@@ -54,6 +54,7 @@ def two_captions_per_image(root): # sample 0002 gets the control image of 0000
 slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("shared, variant, controls", [(True, "v1", 1), slow(True, "2511", 2), slow(False, "v1", 1)])
 def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, pairs, tmp_path, encoders_with):
@@ -246,6 +247,7 @@ def test_an_undecodable_image_is_skipped_without_encoders(filled, bare, tmp_path
     with pytest.raises(ValueError, match="0001.png' cannot be read"): t.cache_embeddings(loader(ImageDataset(t.config, strict=True)))
 
 
+@pytest.mark.slow
 def test_training_from_a_packed_cache_without_encoders_needs_the_validation_pairs(filled, bare, tmp_path, built):
     val, config = shutil.copytree(filled, tmp_path/"val"), tmp_path/"c.yaml"
     Image.new("RGB", (48, 32), "red").save(val/"control_images"/"0000.png")

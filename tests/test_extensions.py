@@ -288,6 +288,7 @@ def test_the_plan_counts_them():
     with pytest.raises(KeyError): optimizer_bytes(MemoryQuery(optimizer="unknown")) # no formula of another optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_run_resumes_exactly(trained_run, tmp_path):
     def run(name, steps, **train):
@@ -322,6 +323,7 @@ def test_a_checkpoint_and_its_card_name_them(trained_run, tmp_path):
     assert "| model.quantize | six |" in text and "| optimizer.name | momentum |" in text
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_loss_weighting_with_its_setting_trains_and_resumes_exactly(focus, trained_run, tmp_path):
     def run(name, steps, **train):
@@ -402,6 +404,7 @@ def test_the_plan_counts_its_prompts():
     assert shown[0].asked.query.text == shown[1].asked.query.text + 1000 and shown[0].asked.total > shown[1].asked.total
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_variant_trains_resumes_and_predicts(other, tmp_path):
     whole = QwenImageEditTrainer(other(tmp_path/"whole", max_train_steps=4))
@@ -455,6 +458,7 @@ def klein(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 def test_a_made_up_family_precomputes_trains_resumes_and_predicts(klein, trained_run, tmp_path):
     def trainer(name, **train):

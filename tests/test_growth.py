@@ -65,6 +65,7 @@ def test_a_step_does_the_same_with_more_samples(made, hooked):
     assert (opened, asked) == (few_opened, few_asked) and opened <= 6 and asked <= 12 and calls <= 1.1 * few_calls
 
 
+@pytest.mark.slow
 def test_memory_of_a_sample(made, tmp_path):
     "In a process of its own: threads and caches of other tests allocate, too."
     got = growth.child("allocated", made(1000), "cache", tmp_path/"home")
@@ -83,6 +84,7 @@ def test_facts_are_written_in_groups_and_all_before_the_process_ends(made, monke
 
 
 # --- a packed cache
+@pytest.mark.slow
 def test_memory_of_an_entry_of_a_packed_cache(made, tmp_path):
     root = made(300)
     EmbeddingCacheManager(root/"cache").pack(root/"packed")
@@ -108,6 +110,7 @@ def wide(folder, n) -> list: # keys
     return keys
 
 
+@pytest.mark.slow
 def test_a_packed_cache_of_many_entries_takes_no_memory_and_a_look_up_does_the_same(tmp_path):
     "SQLite keeps at most 2 MB of pages; all headers are 70 MB."
     few, many = wide(tmp_path/"small", 1000), wide(tmp_path/"large", 100_000)

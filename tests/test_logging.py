@@ -70,6 +70,7 @@ def cached_run(tmp_path_factory):
     return SimpleNamespace(tmp=tmp, root=root, trainer=trainer, said=said.getvalue(), run=read_run(tmp/"runs"), tracker=Notes.made[-1])
 
 
+@pytest.mark.slow
 def test_all_tags_with_cached_latents(cached_run):
     r, t = cached_run.run, cached_run.trainer
     assert t.qwen_vl is None and t.vae is None
@@ -110,6 +111,7 @@ def test_samples_and_their_captions(cached_run):
     assert not re.search("<(img|em|a |code)", page) and "onerror" in page, "TensorBoard shows it as text"
 
 
+@pytest.mark.slow
 def test_images_are_the_same_with_and_without_a_cache(cached_run, pairs, tmp_path, capsys):
     logged(pairs(SIZES, controls=2), tmp_path, cache=dict(use_cache=False), train=dict(eval_interval=0)).fit()
     said = cached_run.said + capsys.readouterr().out
@@ -120,6 +122,7 @@ def test_images_are_the_same_with_and_without_a_cache(cached_run, pairs, tmp_pat
         assert all(s == u and (a == b).all() for (s, a), (u, b) in zip(plain.images[tag], cached_run.run.images[tag], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_image_steps_open_few_files_and_release_memory(count, pairs, tmp_path, monkeypatch):
     opened, held, steps, real_open = [], [], [], Path.open
@@ -162,6 +165,7 @@ def test_moved_component_counts_0_on_the_old_device(monkeypatch):
 
 
 # --- unreadable images
+@pytest.mark.slow
 def test_missing_images_do_not_end_the_run(pairs, tmp_path, capsys):
     root, gone = pairs(((96, 64),) * 6), Callback()
     gone.on_train_begin = lambda t: [p.unlink() for p in (root/"control_images").glob("*.png")]
@@ -189,6 +193,7 @@ class Short(io.FileIO):
     def write(self, data): return super().write(data[:2])
 
 
+@pytest.mark.slow
 def test_full_disk_does_not_end_the_run(pairs, tmp_path, monkeypatch, capsys):
     "Event files are given up, rows wait; a row that was written in part is removed."
     from tensorboard.summary.writer import record_writer
@@ -211,6 +216,7 @@ def test_full_disk_does_not_end_the_run(pairs, tmp_path, monkeypatch, capsys):
 
 
 # --- rows
+@pytest.mark.slow
 def test_rows_are_complete_and_equal_in_both_files(pairs, tmp_path):
     steps = []
     def look(t):
@@ -228,6 +234,7 @@ def test_rows_are_complete_and_equal_in_both_files(pairs, tmp_path):
     assert len(steps) > 3 and np.isnan(rows.loss[1]) and rows.loss[0] > 0 and rows.skipped[1] in (0, 1) and rows.held_out_loss.iloc[-1] > 0
 
 
+@pytest.mark.slow
 def test_logs_of_resumed_and_new_runs(pairs, tmp_path, monkeypatch):
     waited, real, root = [], event_files.next_second, pairs(((96, 64),) * 6)
     monkeypatch.setattr(event_files, "next_second", lambda d: (waited.append(Path(d)), real(d)))

@@ -32,6 +32,7 @@ def edit(t, folder): return t.predict(str(folder/"photo.png"), "make it blue", n
 def same(a, b): assert np.array_equal(a, b), np.abs(a.astype(int) - b.astype(int)).max()
 
 
+@pytest.mark.slow
 def test_after_ema_the_notebook_and_the_file_give_one_image(folder, capsys):
     t = trainer_for(folder, "ema").fit()
     shown = edit(t, folder)
@@ -53,6 +54,7 @@ def test_the_weights_that_train_stay(folder):
     assert all((p == b).all() for p, b in zip(t.adapters.ema.params, before))
 
 
+@pytest.mark.slow
 def test_after_a_resume_too(folder):
     trainer_for(folder, "resume", max_train_steps=2).fit()
     t = trainer_for(folder, "resume", resume_checkpoint="latest").fit()
@@ -60,6 +62,7 @@ def test_after_a_resume_too(folder):
     same(edit(trainer_for(folder, "third").load_lora(t.save_lora(folder/"resume"/"lora")), folder), shown)
 
 
+@pytest.mark.slow
 def test_a_merged_adapter_is_the_saved_one(folder):
     t = trainer_for(folder, "merged").fit()
     shown = edit(t, folder)

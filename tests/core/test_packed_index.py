@@ -505,6 +505,7 @@ def test_a_connection_is_closed_with_its_layer(packed):
 
 
 # --- writing it
+@pytest.mark.slow
 def test_equal_entries_give_equal_bytes(packed, tmp_path):
     "In another process, with another order of entries, and after other work."
     text = f"""

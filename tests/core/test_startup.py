@@ -96,6 +96,7 @@ print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), torch._C._cuda_memorySnapshot(N
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or not hasattr(__import__("torch")._C, "_cuda_memorySnapshot"), reason="a build of torch without CUDA")
 @pytest.mark.parametrize("given, want", [({}, "expandable_segments:True True"), (dict(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"), "expandable_segments:False False"),
                                          (dict(PYTORCH_ALLOC_CONF="max_split_size_mb:64"), "None False")])

@@ -66,6 +66,7 @@ def trainer_of(root, tmp_path, use=True, mask="auto", **sections):
 def cached_kinds(trainer): return [e.kind for e in trainer.data.open_cache().entries()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("area", [8192, 2048]) # of the controls: that of the targets, and another
 def test_cached_and_uncached_batches_have_the_same_weights(local, tmp_path, area):
     t = trainer_of(local, tmp_path, data=dict(control_area=area))

@@ -50,6 +50,7 @@ def test_equal_images_count_once_and_pairs_without_a_control_not_at_all(tmp_path
     assert not identity_pairs(samples, 0.5, seed=0, held_out=[samples[2]]), "its image is held out with another pair"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, controls", [("v1", 1), ("2509", 1), ("2509", 2), ("2511", 2)])
 def test_the_tensors_are_those_of_such_a_pair_on_disk(variant, controls, tmp_path):
     "The target is the first control, the instruction sees all controls; non-square, too."
@@ -98,6 +99,7 @@ def test_a_held_out_image_is_never_trained_on(tmp_path):
         assert len(trainer.data.samples) == 8, "counted as pairs"
 
 
+@pytest.mark.slow
 def test_precompute_has_all_that_training_reads_and_one_pass_is_taken(tmp_path):
     "Without the encoders nothing could be encoded later; a step takes one forward pass for each sample."
     root = write_pairs(tmp_path/"set", SIZES)
@@ -117,6 +119,7 @@ def test_precompute_has_all_that_training_reads_and_one_pass_is_taken(tmp_path):
     assert sum(rows) == 16 == trainer.global_step
 
 
+@pytest.mark.slow
 def test_a_broken_image_is_left_out_of_the_choice(tmp_path):
     root = write_pairs(tmp_path/"set", SIZES)
     chosen = identity_pairs(find_samples(root), 0.1, 42)[0]
@@ -132,6 +135,7 @@ def test_a_broken_image_is_left_out_of_the_choice(tmp_path):
     assert len(identities(dataset)) == 1 and all(dataset[i]["cached"] for i in range(len(dataset)))
 
 
+@pytest.mark.slow
 def test_cleaning_and_packing_keep_their_entries(tmp_path):
     root = write_pairs(tmp_path/"set", SIZES)
     trainer = trainer_of(root, tmp_path)
@@ -151,6 +155,7 @@ def test_cleaning_and_packing_keep_their_entries(tmp_path):
     assert entries(cache) < before
 
 
+@pytest.mark.slow
 def test_the_first_line_and_the_plan_count_the_steps_of_whole_passes(tmp_path, capsys):
     from qie_nb.planning.cards import plan
     root = write_pairs(tmp_path/"set", SIZES)
@@ -162,6 +167,7 @@ def test_the_first_line_and_the_plan_count_the_steps_of_whole_passes(tmp_path, c
     assert plan(config=trainer.config, gpu="T4", pairs=12).summary.steps == 48
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_share(tmp_path):
     root = write_pairs(tmp_path/"set", SIZES)
     trainer_of(root, tmp_path, train=dict(save_steps=1)).fit()

@@ -119,6 +119,7 @@ def test_masks_use_the_cache_of_the_same_images(trained_run, tmp_path, built, mo
     assert len(opened) == 2, "each mask is decoded once"
 
 
+@pytest.mark.slow
 def test_cached_and_uncached_batches_have_the_same_masks(pairs, tmp_path):
     root = paint(pairs(((64, 32),) * 3 + ((32, 64),), controls=2), {"0000": halves(64, 32), "0001": 255 - halves(64, 32)})
     def batches(use):
@@ -143,6 +144,7 @@ def test_a_changed_mask_makes_another_data_set(pairs):
     assert [sample_digest(s) == old for s, old in zip(find_samples(root), before)] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_masked_samples_accumulate_exactly(pairs, tmp_path):
     root = paint(pairs(((64, 32),) * 4, controls=2), {"0000": halves(64, 32), "0001": np.pad(np.full((4, 4), 255), ((0, 28), (0, 60)))})
     def gradient(batch_size, **train):

@@ -326,6 +326,7 @@ def allowed_on_cpu(monkeypatch):
         monkeypatch.setattr(type(strategy), "problem", problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [False, slow("nf4")])
 def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, tmp_path, allowed_on_cpu):
     root, found = pairs(((48, 32),) * 4), {}

@@ -78,6 +78,7 @@ def test_only_attention_passes_through_the_mode_that_keeps_it(fp16, monkeypatch)
     assert len(attention) == 3 and len(seen) <= 3 * (35 if fp16 else 8)
 
 
+@pytest.mark.slow
 def test_processors_are_as_before_after_each_way(traced):
     tr = small(2)
     classes = lambda: {type(block.attn.processor) for block in tr.transformer_blocks}
@@ -94,6 +95,7 @@ def test_processors_are_as_before_after_each_way(traced):
 
 
 # --- compiled
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", slow(False)])
 def test_one_graph_serves_all_sizes_and_prompts(mode, traced):
     tr = small(2)
@@ -121,6 +123,7 @@ def test_text_adapters_batches_and_masks_need_one_graph_each(traced):
     assert compiled_graphs() == 6 and not code.failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("float8"), weekly("qint4")])
 def test_a_quantized_base_compiles_with_the_same_gradients(kind, traced):
     tr = adapted(base(False, kind, 2))
@@ -181,6 +184,7 @@ def counted(seen) -> tuple:
             sum(name in ("aten::mm", "aten::addmm") for name in seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["selective", True])
 def test_blocks_recompute_from_the_first_step_on_when_their_compiler_fails(mode, traced, monkeypatch):
     "Without recomputation, uncompiled blocks may need more memory than there is."

@@ -151,6 +151,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_all_processes_stop_for_the_first_ones_reason_without_waiting_for_a_device(tmp_path):
     both = [subprocess.Popen([sys.executable, "-c", STOPS, str(rank), str(tmp_path/"store")], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
     assert [finish(p).strip() for p in both] == [str(["", "interrupted", "max_hours", "first", ""])] * 2

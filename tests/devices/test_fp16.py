@@ -213,6 +213,7 @@ def run(pairs, tmp_path, how, **kw):
     return QwenImageEditTrainer(settings(pairs, tmp_path/how, train=dict(mixed_precision=how, max_train_steps=4, gradient_checkpointing=True) | kw.pop("train", {}), optimizer=dict(lr=3e-3), **kw))
 
 
+@pytest.mark.slow
 def test_training_gives_float32s_losses(pairs, tmp_path):
     where, losses = pairs(), {}
     for how in ("no", "fp16"):

@@ -109,6 +109,7 @@ def run(tmp_path, count=1, table=True, optimizer="adamw"):
 
 
 # --- steps
+@pytest.mark.slow
 @pytest.mark.parametrize("table, optimizer", [(True, "adamw"), slow(False, "adafactor")])
 def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(table, optimizer, tmp_path):
     plain = made(tmp_path, table)

@@ -41,6 +41,7 @@ def edit_math(*args):
 
 
 # --- three devices
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, n, scale", [("2511", 1, 4.0), slow("v1", 1, 1.0), slow("v1", 1, 4.0), slow("2509", 2, 4.0), slow("2509", 3, 1.0)])
 def test_three_devices_give_the_same_image_and_mix_nothing(variant, n, scale, pretend):
     expected, t, previews = edit_math(trainer_of(variant), n, scale), trainer_of(variant, predict=dict(devices=THREE)), []
@@ -50,6 +51,7 @@ def test_three_devices_give_the_same_image_and_mix_nothing(variant, n, scale, pr
     assert close_images(got, expected)
 
 
+@pytest.mark.slow
 def test_a_missing_move_raises(pretend, monkeypatch):
     t, real = trainer_of(predict=dict(devices=THREE)), encoders.decode_latents
     replace_everywhere(monkeypatch, real, lambda v, z, *a, **kw: v.decode(z.to(v.dtype)))
@@ -80,6 +82,7 @@ def test_components_take_turns_on_a_small_gpu(pretend, monkeypatch):
     assert close_images(got, expected)
 
 
+@pytest.mark.slow
 def test_layer_by_layer_gives_the_same_images_with_and_without_an_adapter_and_can_be_undone(monkeypatch, tmp_path, pairs):
     config = settings(pairs(((32, 32),)), tmp_path, data=dict(image_size=[32, 32]), train=dict(max_train_steps=1))
     del config["model"] # `trainer_of` has its own
@@ -185,6 +188,7 @@ def test_setup_prints_the_plan_and_obeys_an_explicit_device(capsys, monkeypatch)
     with pytest.raises(ValueError, match="`predict.offload` .*got 'much'"): trainer_of(predict=dict(offload="much"))
 
 
+@pytest.mark.slow
 def test_a_prediction_during_training_leaves_every_component_where_it_was(trained_run, tmp_path):
     def predict(t):
         where = lambda: {n: {k: p.device for k, p in part.named_parameters()} for n, part in t.components.loaded.items() if n in PARTS}

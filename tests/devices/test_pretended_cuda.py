@@ -118,6 +118,7 @@ CASES = dict(
     bf16_recomputed=(BF16 | dict(train=dict(mixed_precision="bf16", gradient_checkpointing=True)), dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [slow(name) if name == "prompts_in_parts" else name for name in CASES])
 def test_a_step_mixes_no_devices(name, ready, gpu):
     how, more = CASES[name]
@@ -161,6 +162,7 @@ def test_rows_of_the_modulation_table_go_to_the_gpu(ready, gpu, tmp_path):
 
 
 # --- block swap
+@pytest.mark.slow
 def test_swapped_blocks_compute_with_weights_on_the_gpu(ready, gpu):
     "Without streams: the copies wait. The blocks' own weights are on the CPU between two calls."
     t = ready(blocks=2, train=dict(gradient_checkpointing=True, ema_decay=0.9))
@@ -180,6 +182,7 @@ def photo(seed=0, size=(64, 48)):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
+@pytest.mark.slow
 def test_encoders_take_images_and_prompts_from_the_cpu(ready, gpu):
     t = ready(parts=PARTS)
     encoder = t.encoder(None)
@@ -196,6 +199,7 @@ def test_encoders_take_images_and_prompts_from_the_cpu(ready, gpu):
 
 
 # --- evaluation
+@pytest.mark.slow
 def test_the_held_out_loss_reads_pairs_from_the_cpu(ready, gpu, tmp_path, monkeypatch):
     write_pairs(tmp_path/"set", [(48, 32)])
     t = ready(parts=PARTS, cache=dict(use_cache=False))
@@ -214,6 +218,7 @@ def test_the_held_out_loss_reads_pairs_from_the_cpu(ready, gpu, tmp_path, monkey
 
 
 # --- sampling
+@pytest.mark.slow
 @pytest.mark.parametrize("guided", [False, True])
 def test_sampling_and_decoding_stay_on_the_gpu(guided, ready, gpu):
     t = ready(parts=("transformer", "vae"))
@@ -233,6 +238,7 @@ def test_sampling_and_decoding_stay_on_the_gpu(guided, ready, gpu):
 
 
 # --- saving
+@pytest.mark.slow
 def test_a_checkpoint_is_gathered_on_the_cpu_and_resumed_on_the_gpu(ready):
     t = ready(train=dict(gradient_checkpointing=False, ema_decay=0.9))
     one_step(t, batch_of())

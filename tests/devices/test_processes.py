@@ -32,6 +32,7 @@ def stub(tmp_path, monkeypatch):
     return "stub.main"
 
 
+@pytest.mark.slow
 def test_each_process_has_a_rank_and_a_gpu_of_its_own(stub):
     with Processes(stub, {}, 2) as both:
         told = {event[0]: event[1]["environment"] for event in both.events() if event}
@@ -51,6 +52,7 @@ def test_a_worker_of_a_cluster_has_a_gpu_of_its_own(monkeypatch):
     assert found == ["cuda:0", "cuda:1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [0, 1])
 def test_one_dead_process_ends_the_others_although_they_only_wait(dies, stub, monkeypatch):
     "On a GPU the others would wait in a collective for ever."

@@ -63,6 +63,7 @@ def entries(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_what_shares_a_key_is_the_same_tensor(entries):
     for one, other in combinations(CHANGES, 2):
         a, b = entries[one], entries[other]

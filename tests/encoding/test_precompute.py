@@ -111,6 +111,7 @@ def stored(monkeypatch):
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controls", [1, 2]) # the second one has another size
 def test_entries_do_not_depend_on_prefetch_and_batch(controls, tmp_path, stored):
     root = six_pairs(tmp_path/"set", controls)
@@ -313,6 +314,7 @@ def test_a_full_disk_ends_the_job(root, tmp_path, monkeypatch, stored, capsys):
 
 
 # --- settings that are in no key
+@pytest.mark.slow
 def test_settings_that_change_entries_by_rounding_are_reported_on_a_filled_cache(root, tmp_path, monkeypatch, capsys, encoders_with):
     "By precompute and by training, once in a process; not for a cache that an older version filled."
     from helpers import settings

@@ -73,6 +73,7 @@ def test_2d_is_the_default_and_can_be_switched_off(call):
     assert count["default"] == count["on"] and count["off"] / count["on"] >= 2.5
 
 
+@pytest.mark.slow
 @both_depths
 def test_bfloat16_is_as_close_to_float32(stages):
     bf16, fp32 = vae(stages, torch.bfloat16), copy.deepcopy(vae(stages))

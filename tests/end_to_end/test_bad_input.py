@@ -447,6 +447,7 @@ def write_page():
 if __name__ == "__main__": write_page()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_costs_no_work(tmp_path):
     "It is left out, with its reason, before anything is encoded; the run goes on and resumes without it."
     root = write_pairs(tmp_path/"set", ((64, 64),) * 4, caption=["invert", "make it blue " * 1200, "invert", "invert"])

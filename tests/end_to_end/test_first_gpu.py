@@ -33,6 +33,7 @@ def row_of(mode, world, tmp_path):
         return first_gpu_tiny.checked(mode, "cpu", tmp_path, world.plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["nf4, fp16, selective", "both"])
 def test_a_mode_runs(mode, world, tmp_path):
     row = row_of(mode, world, tmp_path)
@@ -103,6 +104,7 @@ def with_a_wrong_scale(monkeypatch):
     monkeypatch.setattr(fp16, "scale_to_fp16", doubled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, mistake", [
     ("bf16", on_another_device), ("float32", in_another_dtype), ("blocks swapped", before_its_copy),
     ("float32, all kept", without_an_argument), ("fp16", with_a_wrong_scale)], ids=lambda v: getattr(v, "__name__", ""))

@@ -159,6 +159,7 @@ def test_quantized_prediction(tmp_path, pairs):
 
 
 # --- what an outside tester broke
+@pytest.mark.slow
 def test_another_models_latents_are_never_trained_on(pairs, tmp_path, built):
     root, other = pairs(), model(tiny_folder("2511", seed=5))
     def make(**sections): return trainer(root, tmp_path, train=dict(num_epochs=1), **sections)

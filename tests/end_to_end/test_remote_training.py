@@ -46,6 +46,7 @@ def same(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for 
 def parts(copies): return [p.name for p in copies.rglob("*") if p.is_file() and p.name.endswith(".tmp")]
 
 
+@pytest.mark.slow
 @pytest.mark.bits
 @pytest.mark.parametrize("protocol, workers", [("memory", 0), slow("file", 2)])
 def test_the_lora_is_that_of_the_folder_and_each_shard_is_fetched_once(known, tmp_path, monkeypatch, protocol, workers):

@@ -201,6 +201,7 @@ def test_an_optimizer_that_adapts_its_rate_is_not_told_another_rate():
     assert "`optimizer.lr`" not in advise(m).text and "`optimizer.name`" in advise(m).text
 
 
+@pytest.mark.slow
 def test_a_run_at_ten_times_the_rate_names_the_rate_and_has_no_best_checkpoint(tmp_path, capsys):
     "The learnt tiny model and an edit that it does not know."
     for name, n, seed, split in (("data", 12, 0, "train"), ("held_out", 4, 100, "held_out")):

@@ -33,6 +33,7 @@ def alone(files, name, image=IMAGE, prompt="make it blue", weight=1.0, seed=0, *
     return t.predict(image, prompt, seed=seed, progress=False, **SMALL | kw)
 
 
+@pytest.mark.slow
 def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     t, images, prompts = trainer(), [IMAGE, [IMAGE, OTHER], IMAGE.copy()], ["make it blue", "make it blue", "remove it"]
     c = compare_edits(t, images, prompts, [None, files["style"]], seeds=[3, 4], **SMALL)
@@ -46,6 +47,7 @@ def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     assert t.active_adapters() == {} and not any(hasattr(m, "lora_A") for m in t.transformer.modules()), "removed again"
 
 
+@pytest.mark.slow
 def test_scales(files):
     t = trainer().load_loras({files["style"]: 0.8, files["root"]: -0.5})
     c = compare_edits(t, IMAGE, "make it blue", scales=[0, 0.5], seeds=[3], **SMALL)
@@ -55,6 +57,7 @@ def test_scales(files):
     assert same(compare_edits(t, IMAGE, "make it blue", [files["dora"]], scales=[0], seeds=[3], **SMALL).images[0][0], zero), "a DoRA at 0 would not be the base"
 
 
+@pytest.mark.slow
 def test_a_slider_from_the_opposite_to_more_than_trained(files, encoded):
     t, scales = trainer().load_loras({files["style"]: 1.0}), [-1, -0.5, 0, 0.5, 1, 1.5]
     c = compare_edits(t, IMAGE, "make it blue", scales=scales, seeds=[3], **SMALL)
@@ -66,6 +69,7 @@ def test_a_slider_from_the_opposite_to_more_than_trained(files, encoded):
     assert c.distances[0][2] == 0 < min(c.distances[0][:2] + c.distances[0][3:]), "changes are those of the model's own image, which is not the first column"
 
 
+@pytest.mark.slow
 def test_default_columns_and_progress(files, capsys):
     c = compare_edits(trainer().load_lora(files["style"], weight=0.7), IMAGE, "make it blue", seed=9, **SMALL)
     assert [k.checkpoint for k in c.columns] == ["base", "now"] and c.distances[0][0] == 0 < c.distances[0][1]
@@ -135,6 +139,7 @@ def test_no_active_adapter():
         with pytest.raises(ValueError, match="no adapter is active, so there is nothing to compare with"): compare_edits(trainer(), IMAGE, "x", **kw)
 
 
+@pytest.mark.slow
 def test_adapters_of_different_sizes(tmp_path, capsys, encoded):
     small, large = (write(tmp_path/f"{n}.safetensors", 1, dict(control_area=a)) for n, a in (("small", 64 * 64), ("large", 96 * 96)))
     _, first, second = compare_edits(trainer(), IMAGE, "make it blue", ["base", small, large], **SMALL).images[0]

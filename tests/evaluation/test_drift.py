@@ -142,6 +142,7 @@ def config(trained_run, tmp_path):
     return lambda **train: trained_run.settings(tmp_path/"out", train=dict(eval_num_inference_steps=2, eval_steps=1, max_train_steps=1, samples=own, save_steps=None) | train)
 
 
+@pytest.mark.slow
 def test_an_evaluation_writes_its_drift(config, tmp_path, monkeypatch, capsys):
     "Rows, result file, TensorBoard, panel, `evaluate` and its table; pairs are measured with their target, samples without."
     from qie_nb.widgets.tensorboard import read_events
@@ -171,6 +172,7 @@ def test_an_evaluation_writes_its_drift(config, tmp_path, monkeypatch, capsys):
     assert base["drift"] == result["drift"] and "shift 3.2 px, scale +1.5 %" in table([base, base])
 
 
+@pytest.mark.slow
 def test_drift_is_compared_with_that_before_the_first_step(config, monkeypatch, capsys):
     "Also by a run that is resumed, from the result file."
     measured = iter([4., 4.] + [3.25] * 9) # of two images before the first step, then of later ones

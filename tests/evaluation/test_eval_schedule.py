@@ -60,6 +60,7 @@ def size_of(t): return dict(zip(("width", "height"), t.held_out.bucket(0)[0]))
 def adapters_in(t): return {n: tuple(p.requires_grad for k, p in t.transformer.named_parameters() if f".{n}." in k) for n in t.transformer.peft_config}, lora.active_loras(t.transformer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, train", [({}, {}), slow(dict(quantize="qint8", modulation_table=True), {}), slow({}, dict(ema_decay=0.5))], ids=str)
 def test_images_are_those_of_predict_with_both_loras(made, files, model, train, tmp_path, world):
     seen = []
@@ -75,6 +76,7 @@ def test_images_are_those_of_predict_with_both_loras(made, files, model, train, 
     assert case.uncond is None and close_images(got, shown(want, tmp_path), 6) and not close_images(got, shown(alone, tmp_path), 6)
 
 
+@pytest.mark.slow
 def test_training_and_its_files_are_the_same(made, files):
     plain, few = (Trainer(made(n, s, model=dict(lora=dict(r=4, lora_dropout=0.3)))).fit() for n, s in (("plain", "none"), ("few", files["fast"])))
     adapters_close(plain, few)
@@ -85,6 +87,7 @@ def test_training_and_its_files_are_the_same(made, files):
     assert names[0] == names[1] and not any("few_steps" in n for n in names[1])
 
 
+@pytest.mark.slow
 def test_an_image_takes_a_tenth_of_the_forward_passes(made, files, monkeypatch):
     "Four, where twenty steps with guidance are forty; the progress counts the same."
     passes = {}
@@ -131,6 +134,7 @@ def test_modulation_layers_of_the_file_count_without_a_table(made, files):
     assert case.uncond is None and set(t.transformer.peft_config) == {"default"}
 
 
+@pytest.mark.slow
 def test_a_failed_evaluation_leaves_the_trained_adapter_alone(made, files, monkeypatch):
     t, real = Trainer(made("out", files["fast"])), QwenImage.decode_latents
     with monkeypatch.context() as m, pytest.raises(ZeroDivisionError):
@@ -141,6 +145,7 @@ def test_a_failed_evaluation_leaves_the_trained_adapter_alone(made, files, monke
     assert set(t.transformer.peft_config) == {"default"} and t.fit().global_step == 2
 
 
+@pytest.mark.slow
 def test_the_base_is_evaluated_with_the_file_alone(made, files, tmp_path):
     t = Trainer(made("out", files["fast"])).fit()
     before = adapters_in(t)
@@ -155,6 +160,7 @@ def test_the_base_is_evaluated_with_the_file_alone(made, files, tmp_path):
 IMAGES = r"images (worse, )?[\d.]+ to [\d.]+ grey levels|grey levels as before"
 
 
+@pytest.mark.slow
 def test_images_of_another_schedule_are_not_compared(made, files, capsys):
     Trainer(made("out")).fit()
     assert re.search(IMAGES, capsys.readouterr().out)

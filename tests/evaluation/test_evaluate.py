@@ -84,6 +84,7 @@ def trainer(made):
     return t
 
 
+@pytest.mark.slow
 def test_noise_is_a_function_of_pair_and_draw(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "loss", lambda batch, eps, sigmas: eps.mean((1, 2, 3, 4)))
     noise = lambda n: {i: v[1] for i, v in held_out_loss(trainer, trainer.held_out, n).losses.items()}
@@ -94,6 +95,7 @@ def test_noise_is_a_function_of_pair_and_draw(trainer, monkeypatch):
     assert all(abs(one[i] - two[i]) > 1e-6 for i in one), "every draw has its own noise"
 
 
+@pytest.mark.slow
 def test_loss_is_independent_of_batches_and_training_options(trainer):
     first = held_out_loss(trainer, trainer.held_out)
     trainer.config.data.batch_size = 5
@@ -106,6 +108,7 @@ def test_loss_is_independent_of_batches_and_training_options(trainer):
     assert (row["held_out_loss"], row["held_out_loss_plain"]) == pytest.approx((means[0], means[1:].mean()))
 
 
+@pytest.mark.slow
 def test_held_out_loss_has_no_dropout_and_leaves_the_training_mode(made):
     "Neither dropout nor the mode of training reaches the loss; an adapter in training goes on in it, with its dropout."
     t = Trainer(made(model=dict(lora=dict(r=4, lora_alpha=8, lora_dropout=0.5))))
@@ -241,6 +244,7 @@ def run(world):
     return NS(trainer=t, states=states, root=world/"out"/"checkpoints")
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_change_nothing_of_the_run(run, world):
     adapters_close(run_in(world, "plain"), run.trainer)
     (before, after), predicted, end = zip(run.states[::2], run.states[1::2]) # the first one in the middle of an epoch
@@ -286,6 +290,7 @@ def test_images_are_those_of_predict(run, world):
     assert expected.shape[0] > expected.shape[1] and close(style, expected)
 
 
+@pytest.mark.slow
 def test_resumed_run_compares_with_the_last_evaluation(trained_run, tmp_path, capsys):
     out = trained_run.copy(tmp_path/"out")
     shutil.rmtree(out/"checkpoints"/"inference"/"step_00000008", ignore_errors=True)
@@ -560,6 +565,7 @@ def test_any_checkpoint_is_evaluated_without_training(trained_run, tmp_path):
     assert f"{base['held_out_image_error']:.1f}" in shown.splitlines()[1] and shown.count("\n") == 3 and shown.count("*") == 1 and "base" in shown
 
 
+@pytest.mark.slow
 def test_the_ema_is_what_is_evaluated(trainer): # the one in a folder: test_names_of_checkpoints in test_compare.py
     before = held_out_loss(trainer, trainer.held_out).losses
     trainer.adapters.ema = EMA([p for p in trainer.transformer.parameters() if p.requires_grad], 0.9)
@@ -629,6 +635,7 @@ def test_one_pair_of_ten_is_held_out(n, changes, held, tmp_path):
     assert recorded == changes.get("val_fraction", held)
 
 
+@pytest.mark.slow
 def test_a_run_on_all_pairs_keeps_them_in_every_session(pairs, tmp_path):
     root = pairs(((48, 32),) * 10)
     made = lambda steps, **train: Trainer(settings(root, tmp_path, train=dict(max_train_steps=steps, save_steps=1, resume_checkpoint="auto") | train))
@@ -655,6 +662,7 @@ def test_own_prompts_get_the_trigger_word(tmp_path):
     assert [s.prompt for s in samples_of(c.train.samples, c.data.trigger_word)] == ["zxc make it red", "zxc, make it blue", "zxc as it is"]
 
 
+@pytest.mark.slow
 def test_own_images_are_edited_from_before_the_first_step(world, tmp_path, built):
     photo, monet = (str(world/"test"/style/"1.png") for style in ("photo", "monet"))
     samples = [dict(image=photo, prompt="make it dusk"), dict(image=[photo, monet], prompt="mix them")]

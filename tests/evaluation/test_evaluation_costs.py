@@ -34,6 +34,7 @@ def counted(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_an_evaluation_does_not_import_matplotlib(counted):
     assert not counted["matplotlib"]
 

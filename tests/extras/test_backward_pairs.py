@@ -51,6 +51,7 @@ BAD = dict( # {fault: (function of the true image before, the reason's first wor
     other=(None, "of something else")) # of the next photograph
 
 
+@pytest.mark.slow
 def test_twenty_good_results_are_kept(photographs):
     for n, im in enumerate(photographs):
         effect = list(GOOD.values())[n % len(GOOD)]
@@ -58,6 +59,7 @@ def test_twenty_good_results_are_kept(photographs):
         assert verdict.kept, (n, verdict)
 
 
+@pytest.mark.slow
 def test_twenty_bad_results_are_rejected_for_the_right_reason(photographs):
     for n, im in enumerate(photographs):
         spoil, word = list(BAD.values())[n % len(BAD)]
@@ -214,6 +216,7 @@ def test_the_record_is_plain_json(finished, tmp_path):
     assert all(set(json.loads(line)) >= {"name", "kept", "why"} for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("undo, instruction, verdict, words", [
     ("make it darker", "make it brighter", "right", "the pairs are in the right direction"),
     ("make it darker", "make it darker", "swapped", "the pairs are swapped")])

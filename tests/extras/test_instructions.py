@@ -121,6 +121,7 @@ def test_images_reach_the_processor_before_first_and_after_last(model, tmp_path)
     assert seen[0]["padding_side"] == "left", "else a batch's shorter texts go on after their padding"
 
 
+@pytest.mark.slow
 def test_a_batch_answers_as_each_alone(model, tmp_path):
     t = trainer_of(model, bare_pairs(tmp_path/"pairs"), tmp_path)
     photos = [Image.new("RGB", (56, 84), colour) for colour in ("black", "white", "red")]

@@ -62,6 +62,7 @@ def temporary(tmp_path, monkeypatch): # the folder of temporary files, empty at 
 def tree(folder): return {p.relative_to(folder): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 def test_a_setup_that_learns_says_so_and_leaves_nothing(tmp_path, temporary, capsys):
     config, seed = make_config(photos(tmp_path, train=dict(eval_num_inference_steps=2))), torch.random.get_rng_state()
     before, written = config.model_dump(), tree(tmp_path)
@@ -106,6 +107,7 @@ def test_losses_that_are_not_finite_are_told(tmp_path, temporary, monkeypatch):
     assert r.verdict == "not finite" and r.stop and r.steps < 20 and not r.ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["before the first step", "after a step"])
 def test_a_stopped_check_measures_nothing_more(at, tmp_path, temporary, monkeypatch, capsys):
     save_config(make_config(photos(tmp_path, train=dict(eval_num_inference_steps=2))), tmp_path/"run.yaml")

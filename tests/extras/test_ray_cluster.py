@@ -197,6 +197,7 @@ def test_what_workers_tell_is_told_in_our_words(pairs, tmp_path, here, capsys):
     assert report.skipped == [("0003", "why")] and (report.reused, report.encoded, report.elsewhere) == (2, 1, 0), "one sample before the error, one whose report was lost with it"
 
 
+@pytest.mark.slow
 def test_configuration_and_command_line_use_the_cluster(pairs, tmp_path, here, capsys):
     root = write_pairs(tmp_path/"set", ((48, 32), (32, 48)))
     val = write_pairs(tmp_path/"val", ((40, 40),), seed=5)

@@ -57,6 +57,7 @@ def photo(size, seed):
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [slow("v1"), "2511"])
 def test_the_app_makes_the_images_of_predict(variant, made, running):
     trainer, lora = made(variant)
@@ -145,6 +146,7 @@ def test_base_model_and_licence_are_the_cards(made, tmp_path, capsys):
         assert space_facts(lora)["license"] is None
 
 
+@pytest.mark.slow
 def test_a_schedule_for_few_steps_is_used(made, running):
     trainer, lora = made(schedule="lightning")
     space = write_space(lora, base_model=str(tiny_folder("2511")))

@@ -15,6 +15,7 @@ def test_the_encoders_do_not_stay_beside_the_transformer(pairs, tmp_path):
     assert {"vae", "text_encoder"}.isdisjoint(trainer.components.loaded) and "transformer" in trainer.components.loaded
 
 
+@pytest.mark.slow
 def test_the_adapter_is_off_unless_asked_for(pairs, tmp_path):
     trainer = QwenImageEditTrainer(settings(pairs(), tmp_path))
     bare = swap_test(trainer, 3)
@@ -24,6 +25,7 @@ def test_the_adapter_is_off_unless_asked_for(pairs, tmp_path):
     assert means(swap_test(trainer, 3, use_lora=True)) != pytest.approx(means(bare), rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_masks_do_not_matter(pairs, tmp_path):
     root = pairs()
     plain = swap_test(QwenImageEditTrainer(settings(root, tmp_path/"plain")), 3)

@@ -183,6 +183,7 @@ def predicted(files, published, steps, strength=1., speed=1., **more):
     return t.predict(IMAGE, "make it blue", **how | more)
 
 
+@pytest.mark.slow
 def test_columns_equal_predict(files, published):
     t = trainer()
     before = t.active_adapters()
@@ -232,6 +233,7 @@ def test_a_trainer_is_unchanged_after_an_error(files, published, monkeypatch):
     assert same_state(before, state_of(t))
 
 
+@pytest.mark.slow
 def test_held_out_pairs_are_the_default(files, published, tmp_path):
     data = make_pairs(tmp_path/"pairs", "duotone", 6, size=(48, 48))
     t = trainer(data=dict(dataset_path=str(data), image_size=[48, 48]),
@@ -244,6 +246,7 @@ def test_held_out_pairs_are_the_default(files, published, tmp_path):
     assert got.columns[1].effect != pytest.approx(1), "against the images after"
 
 
+@pytest.mark.slow
 def test_after_a_run_its_own_lora_is_compared(tmp_path):
     data = make_pairs(tmp_path/"pairs", "duotone", 6)
     config = dict(

@@ -158,6 +158,7 @@ def run_of(tmp_path):
         root, tmp_path/out, train=dict(max_train_steps=2) | train, model=dict(modulation_table=False), optimizer=dict(lr=0.01)), callbacks)
 
 
+@pytest.mark.slow
 def test_training_saves_and_resumes_its_own_adapter(files, run_of, tmp_path, capsys):
     alone, beside = run_of("a").fit(), run_of("b").load_loras({files["style"]: 0.5})
     beside.fit()
@@ -292,6 +293,7 @@ def test_a_colon_in_a_path_is_no_weight(tmp_path, monkeypatch):
     for path in ("C:/loras/a", "y:2"): assert split_weight(path) == (path, 1.0, None)
 
 
+@pytest.mark.slow
 def test_predict_on_the_command_line(files, tmp_path, capsys):
     red, out, model = Image.new("RGB", (40, 40), "red"), tmp_path/"out"/"edited.png", ("--model", tiny_folder("2511"))
     IMAGE.save(tmp_path/"a.png"), red.save(tmp_path/"b.png")

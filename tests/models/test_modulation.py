@@ -95,6 +95,7 @@ def test_other_timesteps_get_the_nearest_row_with_one_message(capsys):
     assert said.startswith("timestep 440 is not in the modulation table; the nearest, 500, is used")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, first", slow_except([("2511", True)], [("2511", True), ("v1", False), ("2509", True), ("2511", False)]))
 def test_a_run_may_change_to_the_table_and_back(variant, first, pairs, tmp_path):
     root = pairs()
@@ -122,6 +123,7 @@ def computed(monkeypatch):
     return blocks
 
 
+@pytest.mark.slow
 def test_a_table_is_computed_once(pairs, tmp_path, computed):
     root = pairs()
     run = lambda name, **cache: trainer(root, tmp_path, name, train=dict(max_train_steps=1), cache=cache).fit()
@@ -180,6 +182,7 @@ def test_the_cache_is_enough_without_weights(tmp_path, again):
 
 
 # --- with and without
+@pytest.mark.slow
 def test_an_adapter_on_the_modulation_needs_the_layers(pairs, tmp_path, capsys):
     root = pairs()
     make = lambda name, **model: trainer(root, tmp_path, name, train=dict(max_train_steps=1), model=model)
@@ -210,6 +213,7 @@ def wider(tmp_path): # 256 channels and 4 blocks: a float32 table takes 37 MB mo
     return str(tmp_path/"wider")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting, precision, table", [("auto", "no", False), (True, "no", True), ("auto", "bf16", True)])
 def test_auto_keeps_the_layers_where_a_table_is_larger(pairs, tmp_path, setting, precision, table):
     t = trainer(pairs(), tmp_path, "run", model=dict(pretrained_model_name_or_path=wider(tmp_path), modulation_table=setting), train=dict(mixed_precision=precision))
@@ -220,6 +224,7 @@ def test_auto_keeps_the_layers_where_a_table_is_larger(pairs, tmp_path, setting,
     assert (query.table, cached, t.modulation_table is not None) == (table,) * 3
 
 
+@pytest.mark.slow
 def test_predict_computes_the_rows_of_its_schedule(pairs, tmp_path, capsys, computed):
     root = pairs()
     t, off = trainer(root, tmp_path, "on", train=dict(max_train_steps=2)).fit(), trainer(root, tmp_path, "off")

@@ -133,6 +133,7 @@ def copied(sharded, tmp_path_factory):
     return trainer(tmp, tmp, "full", sharded).save_prequantized(tmp/"copy", part_bytes=100_000)
 
 
+@pytest.mark.slow
 def test_a_copy_replaces_the_model_from_precompute_to_resume(sharded, copied, pairs, tmp_path, capsys):
     state = lambda: {p: (p.stat().st_ino, p.stat().st_mtime_ns, p.stat().st_size) for p in [copied, *copied.rglob("*")]}
     root, before = pairs(), state()

@@ -346,6 +346,7 @@ def test_every_text_encoder_embeds_patches_by_a_product(how):
     assert distance(a, b) < (1e-5 if how in ("plain", "offloaded") else 1e-2)
 
 
+@pytest.mark.slow
 def test_a_cache_of_one_kind_is_not_encoded_again(pairs, tmp_path, built):
     root = pairs()
     assert trainer_for(root, tmp_path, text_encoder_quantize="nf4").cache_embeddings().encoded == 3

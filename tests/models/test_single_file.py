@@ -244,6 +244,7 @@ def test_names_and_shapes_are_those_of_diffusers(tmp_path):
         assert {n: tuple(t.shape) for n, t in model.state_dict().items()} == expected_shapes(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, most", [(fp8_metadata, 0.03), (int8_convrot, 0.01)])
 def test_a_layer_of_full_width(tmp_path, form, most):
     "One layer of the published width, rotated in groups of 256, with columns of outliers."
@@ -295,6 +296,7 @@ def edited(trainer, images):
     return trainer.predict(images, "make it blue", num_inference_steps=2, height=48, width=80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant, controls", slow_except([("2511", 2)], [("2511", 2), ("2509", 3), ("v1", 1)]))
 def test_a_fit_and_a_prediction_are_those_of_the_folder(bits, tmp_path, variant, controls, capsys):
     folder, file = bits[variant]
@@ -320,6 +322,7 @@ def test_the_pipeline_of_the_folder_predicts_the_velocity_of_the_file(bits):
         assert torch.equal(pipeline(**call)[0], ours(**call)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", slow_except([int8_convrot], [int8_convrot, scaled_fp8, fp8]))
 def test_a_run_on_eight_bits_is_near_that_of_the_folder(bits, tmp_path, form):
     folder, _ = bits["2511"]
@@ -438,6 +441,7 @@ class NoHub:
     def release(self, path): pass
 
 
+@pytest.mark.slow
 def test_the_transformer_of_a_hub_model_is_not_downloaded(bits, tmp_path, monkeypatch, capsys):
     folder, file = bits["2511"]
     served = NoHub(folder, tmp_path/"hub")
@@ -480,6 +484,7 @@ def full_header(path):
     return path
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_full_model_in_one_file(tmp_path):
     file = full_header(tmp_path/"qwen_image_edit_2511_int8_convrot.safetensors")
     assert repr(SingleFile(file)) == "qwen_image_edit_2511_int8_convrot.safetensors: 20.5 GB, I8, scaled, rotated"

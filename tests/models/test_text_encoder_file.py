@@ -101,6 +101,7 @@ def test_the_weights_are_those_of_the_folder_within_the_rounding(tmp_path, form,
     assert any((got[n] != own[n]).any() for n in own), "it was rounded"
 
 
+@pytest.mark.slow
 def test_a_run_and_its_embeddings_are_those_of_the_folder(bits, tmp_path, capsys):
     folder, file = bits
     root = write_pairs(tmp_path/"set", [(80, 48)] * 3, controls=2)
@@ -135,6 +136,7 @@ def test_the_cache_knows_it_by_its_content(bits, tmp_path):
     assert run(root, tmp_path, folder, moved).cache_embeddings().encoded == 0
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_with_the_same_file_alone(bits, tmp_path):
     folder, file = bits
     root = write_pairs(tmp_path/"set", [(48, 32)] * 3)

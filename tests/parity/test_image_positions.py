@@ -126,6 +126,7 @@ def test_the_note_of_a_lora_follows_the_setting(mode, installed, told, monkeypat
         if v.positions: assert v.with_positions(mode).note()["image_positions"] == told, v
 
 
+@pytest.mark.slow
 @affected
 def test_a_lora_names_its_positions_and_the_other_mode_is_named_once(pairs, tmp_path, capsys):
     root = pairs()

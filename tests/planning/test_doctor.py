@@ -179,6 +179,7 @@ def test_a_missing_data_set_is_an_error(check, machine, real, pairs, tmp_path, m
     assert "does not exist" in errors["validation pairs"].remedy and "no.png" in errors["samples"].remedy
 
 
+@pytest.mark.slow
 def test_the_plan_is_part_of_the_report(machine, real):
     report = doctor(real, replace(machine, gpus=(T4, T4)))
     data = json.loads(json.dumps(report.data()))

@@ -71,6 +71,7 @@ def notebook_config(path, preset, pairs) -> dict:
     return own | dict(preset=preset, data=data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", CARDS)
 def test_thirty_pairs_are_the_same_run_everywhere(preset, tmp_path, monkeypatch):
     machine, gpu, driver, steps = CARDS[preset]
@@ -187,6 +188,7 @@ def tiny(pairs, folder, **train):
     ))
 
 
+@pytest.mark.slow
 def test_the_first_line_of_fit_says_how_long_and_what_is_held_out(tmp_path, capsys):
     pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * 20)
     trainer = tiny(pairs, tmp_path, max_train_samples=8, gradient_accumulation_steps=2)

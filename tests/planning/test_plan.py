@@ -36,6 +36,7 @@ def test_a_wrong_resolution():
     with pytest.raises(ValueError, match="`resolution` must be a side or width x height in pixels, got 'big'"): plan(gpu="T4", resolution="big")
 
 
+@pytest.mark.slow
 def test_choice_for_common_gpus():
     chosen = {gpu: plan("2511", gpu, 1024).chosen for gpu in ("RTX 4090", "A100-80", "H200")}
     assert {g: m.query.quantization for g, m in chosen.items()} == {"RTX 4090": "qfloat8", "A100-80": None, "H200": None}
@@ -148,6 +149,7 @@ def test_command(capsys, tmp_path):
     assert main(["plan", "--config", str(tmp_path/"c.yaml"), "--gpu", "24"]) == 0 and main(["plan", "--gpu", "voodoo"]) == 2
 
 
+@pytest.mark.slow
 def test_the_time_is_that_of_the_session_table():
     import session_table
     for products in ("float32", "float16"):
@@ -166,6 +168,7 @@ def test_the_tiny_model_has_its_own_control_size():
     assert p.asked.query.control == p.asked.query.target == 36 and not any("control images are larger" in n for n in p.notes)
 
 
+@pytest.mark.slow
 def test_the_table_of_cards(capsys):
     assert main(["plan", "--table"]) == 0
     rows = capsys.readouterr().out.splitlines()

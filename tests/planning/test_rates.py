@@ -85,6 +85,7 @@ def test_memory_measured_on_an_h100_is_planned(part, row, settings):
 
 
 # --- elementwise operations
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, shapes", [
     ("float32", dict(base_bytes=4, kernel="efficient")),
     ("float16", dict(base_bytes=4, fp16=True, kernel="efficient")),

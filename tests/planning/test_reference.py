@@ -53,6 +53,7 @@ def compare(file, group, cases):
 
 
 # --- figures and decisions
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [
     "gpus_2511", "presets_2511", "choices", "adapters", "files", "texts", slow("gpus_v1"),
     slow("gpus_2509"), slow("presets_v1"), slow("presets_2509"), slow("settings")])
@@ -60,6 +61,7 @@ def test_plans_are_as_before(group):
     compare("plans.json", group, make.plan_cases([group])[group])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", make.DECISIONS)
 def test_decisions_are_as_before(group, monkeypatch):
     for name in ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "WORLD_SIZE"):

@@ -31,6 +31,7 @@ def test_encoding_work_matches_counted_operations(number):
     assert sum(session_table.encoding_work(q)) == pytest.approx(row["total"]["ours"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_phases_sessions_and_disk():
     (p, disk, small), (_, _, large) = (session_table.case("kaggle", side, "float32") for side in (512, 1024))
     fast = session_table.case("kaggle", 512, "float16")[2]

@@ -141,6 +141,7 @@ def test_a_gpu_needs_memory_for_its_runtime_too():
     assert memory_of(STEP).total == memory_of(STEP, gpu=False).total + memory.RUNTIME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
 def test_peak_of_a_step_at_real_size(case):
     "The parts of a step on 5 of the 60 blocks, on the meta device; the error is relative to the whole model."

@@ -185,6 +185,7 @@ EVERYDAY = [("loading", stop, 0), (2, stop, 1), (1, images, 1)]
 CASES = slow_except(EVERYDAY, [(*moment, rank) for moment in MOMENTS for rank in (0, 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment, ask, rank", CASES, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_both_ranks_come_to_the_same_collectives(moment, ask, rank, root, meeting, tmp_path):
     def make(own):

@@ -84,6 +84,7 @@ QwenImageEditTrainer(json.loads(sys.argv[1]), [Slow()]).fit()
 """
 
 
+@pytest.mark.slow
 def test_a_second_shell_is_refused_and_goes_on_when_the_first_was_killed(config, tmp_path, capsys):
     made = config(tmp_path, train=dict(max_train_steps=4000))
     first = subprocess.Popen([sys.executable, "-c", KERNEL, json.dumps(made)], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -101,6 +102,7 @@ def test_a_second_shell_is_refused_and_goes_on_when_the_first_was_killed(config,
     assert f"has ended without a word (process {first.pid}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_another_machine_is_heard_by_its_heartbeat_alone(tmp_path, impatient, monkeypatch, capsys):
     path, stop = held_by(tmp_path, ELSEWHERE), threading.Event()
     def beat():
@@ -257,6 +259,7 @@ DAY = 86400.
 def steps_of(out): return [json.loads((d/"state.json").read_text())["global_step"] for d in complete_checkpoints(out/"checkpoints")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-DAY, DAY, -40 * 365 * DAY], ids=["a day behind", "a day ahead", "1986"])
 def test_a_second_session_with_another_clock_keeps_its_checkpoints(jump, config, tmp_path, monkeypatch):
     QwenImageEditTrainer(config(tmp_path)).fit()

@@ -40,6 +40,7 @@ def world(tmp_path_factory):
 def distinct(tensors): return len({t.numpy().tobytes() for t in tensors}) == len(tensors)
 
 
+@pytest.mark.slow
 def test_every_epoch_and_sample_has_its_own_noise_and_level(world, tmp_path):
     root, cache = world
     cache = dict(cache_dir=str(cache/"cache"))
@@ -54,6 +55,7 @@ def test_every_epoch_and_sample_has_its_own_noise_and_level(world, tmp_path):
     assert not {s for *_, s in other} & {s for *_, s in rows}
 
 
+@pytest.mark.slow
 def test_captions_are_dropped_anew_in_every_epoch(world, tmp_path):
     root, cache = world
     rows = drawn(root, tmp_path, 12, data=dict(batch_size=1, caption_dropout_rate=0.5), cache=dict(cache_dir=str(cache/"cache")))

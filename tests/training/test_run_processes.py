@@ -395,6 +395,7 @@ def command_line(config, folder) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops, code", [("", 0), slow("SIGINT", 130), slow("SIGTERM", 143)])
 def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config, tmp_path):
     "It trained and saved, and then ended with a traceback, because the processes that `fit` started have no accelerator here."

@@ -102,6 +102,7 @@ def test_another_loader_is_taken_up_where_the_run_stopped():
     assert [list(g) for g in BatchStream([dict(prompt=["x"], n=n) for n in range(5)], 2, []).groups(state)] == [[dict(prompt=["x"], n=2), dict(prompt=["x"], n=3)], [dict(prompt=["x"], n=4)]]
 
 
+@pytest.mark.slow
 def test_the_batches_of_a_step_draw_from_different_parts_of_the_levels(pairs, tmp_path, monkeypatch):
     "With `train.stratified_timesteps`; without it the parts are not made."
     def drawn(**train):

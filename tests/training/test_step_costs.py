@@ -28,6 +28,7 @@ CHECKPOINTING, DROPOUT = dict(train=dict(gradient_checkpointing=True)), dict(mod
 MEAN = dict(train=dict(ema_decay=0.9, gradient_accumulation_steps=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, table, more", [(1, True, {}), slow(2, True, {}), slow(1, False, {}), slow(1, True, CHECKPOINTING)])
 def test_a_step_adds_few_operations_to_the_bare_loop_whatever_the_models_depth(batch, table, more, world):
     over, whole = {}, {}
@@ -56,6 +57,7 @@ def test_a_logged_row_walks_over_no_modules_either(world, tmp_path):
 TABLELESS, WEIGHTED = dict(model=dict(modulation_table=False)), dict(train=dict(loss_weighting="cosmap", timestep_sampling="shift"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [MEAN, *map(slow, (CHECKPOINTING, TABLELESS, DROPOUT, WEIGHTED))])
 def test_the_host_waits_for_nothing_between_logged_steps(sections, world):
     rows, _ = cost.waited(world("2509", every=3, **sections))
@@ -123,6 +125,7 @@ def test_a_mode_that_fails_leaves_the_others_and_is_tried_again(tmp_path, monkey
     assert calls == ["a", "b", "a"] and got["ours"]["too big"]["failed"].startswith("OutOfMemoryError") and got["ours"]["fits"]["step_s"] == 1
 
 
+@pytest.mark.slow
 def test_the_docs_tables_are_current():
     for (page, mark), make in tables.TABLES.items():
         page_text = (tables.DOCS/f"{page}.md").read_text()

@@ -76,6 +76,7 @@ class Clock:
         if not real: monkeypatch.setattr(QwenImageEditTrainer, "training_step", lambda t, batch: t.optimizer.param_groups[0]["params"][0].square().sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step, save, evaluation, train, least", [
     slow(60, lambda n: 500 if n == 0 else 60, 0, dict(save_steps=10), 0.6),
     slow(lambda now: 40 if now < 1500 else 160, lambda n: 30 + 25 * n, 0, dict(save_steps=10), 0.8), # both become slower
@@ -133,6 +134,7 @@ def test_max_hours_shorter_than_a_step(world, tmp_path, monkeypatch):
     assert t.global_step == 1 and state_of(latest(tmp_path))["global_step"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [pytest.param("resumed", marks=pytest.mark.bits), slow("same trainer")])
 def test_sessions_of_max_hours_make_the_undisturbed_run(again, world, tmp_path, monkeypatch):
     Clock(monkeypatch, 60, 10, real=True)
@@ -207,6 +209,7 @@ def test_a_run_goes_on_after_memory_ran_out(where, changed, world, tmp_path, mon
     (close if changed else differ)(outcome(tmp_path, True), world.want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part, lazily", [slow("vae", False), slow("text_encoder", False), ("text_encoder", True)])
 def test_memory_runs_out_in_an_encoder(part, lazily, world, tmp_path, monkeypatch):
     from qie_nb.devices.edit_model import EditModel

@@ -508,6 +508,7 @@ def test_browsing_reads_only_displayed_images(many, monkeypatch):
     assert opens_of(lambda: setattr(c.goto, "value", "00003")) == {"0003"} and len(opens_of(view.html)) == 4
 
 
+@pytest.mark.slow
 def test_missing_filter_lists_the_cache_once(many):
     view, c = opened(sample_viewer(many))
     with patch.object(FolderStore, "has", return_value=False) as asked, patch.object(FolderStore, "entries", autospec=True, side_effect=FolderStore.entries) as listed:

@@ -71,6 +71,7 @@ def trainer(root, folder, panel="auto", callbacks=(), **train):
     return QwenImageEditTrainer(settings(root, folder, train=train, logging=dict(panel=panel), cache=dict(cache_dir=str(root.parent/"cache"))), callbacks)
 
 
+@pytest.mark.slow
 def test_same_adapter_when_stopped_and_continued(pairs, tmp_path, is_interactive, monkeypatch):
     root, panels, begin = pairs(), [], TrainingPanel.on_train_begin
     plain = trainer(root, tmp_path/"a", panel=False).fit()
@@ -297,6 +298,7 @@ def test_time_continues_after_a_stop(trained_run, tmp_path):
     assert t.state.seconds > state["seconds"] and t.state.shown_epoch == 2
 
 
+@pytest.mark.slow
 def test_the_curve_goes_on_in_another_folder_and_not_from_another_run(pairs, tmp_path):
     root, held = pairs(((48, 32),) * 10), dict(eval_steps=2, eval_images=0, save_steps=2)
     def points(folder, **train):
@@ -309,6 +311,7 @@ def test_the_curve_goes_on_in_another_folder_and_not_from_another_run(pairs, tmp
     assert points("a", max_train_steps=2) == ([1, 2], [2]), "the log there is an earlier run's"
 
 
+@pytest.mark.slow
 def test_sample_now_edits_the_images_after_the_step_by_button_or_file(pairs, tmp_path, is_interactive, monkeypatch):
     root, panels, begin = pairs(((48, 32),) * 4), [], TrainingPanel.on_train_begin
     monkeypatch.setattr(TrainingPanel, "on_train_begin", lambda panel, t: (panels.append(panel), begin(panel, t)))
