@@ -194,6 +194,9 @@ def interrupted(owner, name, at, counts=lambda *a: True):
         yield
 
 
+COMPILES = ["qint4"] # quantizations that compile C++ at their first use, for a minute
+
+
 def slow(*row): return pytest.param(*row, marks=pytest.mark.slow)
 
 

@@ -292,7 +292,7 @@ def test_ddp_does_not_split_compiled_blocks(tmp_path, traced, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [False, True, "selective"])
+@pytest.mark.parametrize("mode", [weekly(False), True, weekly("selective")])
 def test_compiled_graphs_have_no_complex_numbers_and_the_same_gradients(mode, traced, monkeypatch):
     tr, forward, backward = small(2, zero=True), [], []
     monkeypatch.setattr(compiled, "BACKEND", aot_autograd(fw_compiler=keep(forward), bw_compiler=keep(backward), partition_fn=min_cut_rematerialization_partition))

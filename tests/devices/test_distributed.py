@@ -71,7 +71,7 @@ def launched(tmp_path_factory):
     return folder, config
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_processes_equal_one_that_accumulates_twice_the_batches(launched):
     "Buckets of 7 and 2: batches of 2 and one of 1, in an odd number, so one process has none in the last step of an epoch."
     folder, config = launched

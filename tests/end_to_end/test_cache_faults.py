@@ -6,7 +6,7 @@ from helpers import few_trials
 
 FAST = ["flips", "swaps", "losses", "bits", "edits_of_the_model"] # `losses` compares the bytes of entries that were encoded twice
 MOUNTS = ["full_disk", "read_only_loose", "read_only_packed"]
-WEEKLY = ["crowd_of_4", "edits_random"] # crowd_of_2 and edits_scripted run at every change
+WEEKLY = ["crowd_of_4", "edits_random", "kills_at_operations"] # crowd_of_2, edits_scripted and order_of_writes run at every change
 
 
 def marks(case):

@@ -240,7 +240,7 @@ def test_a_sample_that_kills_every_worker_is_named(tmp_path):
     finish(job.start("cache", "--ray", "--workers", "2"))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_running_cluster_of_two_machines_is_used_and_left_running(tmp_path):
     "Two nodes of Ray on this machine; one leaves in the middle. A job that fails leaves no worker behind."
     needs_ray()

@@ -17,7 +17,7 @@ from qie_nb.models.components import restore_image_positions
 from qie_nb.models.quantizations.known import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import OnStep, adapters_close, close_images as close, merged, settings, slow, small_areas, write_pairs
+from helpers import COMPILES, OnStep, adapters_close, close_images as close, merged, settings, slow, small_areas, weekly, write_pairs
 from loras import bare, same, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -220,7 +220,7 @@ def test_a_dora_is_not_merged_with_others(files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", [weekly(q) if q in COMPILES else q for q in QUANTIZATIONS])
 def test_only_plain_layers_of_a_quantized_base_are_merged(quantization, files, tmp_path):
     if not library_version(QUANTIZATIONS[quantization].package): pytest.skip(f"{QUANTIZATIONS[quantization].package} is not installed")
     t = trainer(model=dict(quantize=quantization)).load_lora(files["style"])

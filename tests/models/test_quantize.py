@@ -27,11 +27,10 @@ from qie_nb.models.quantizations.known import QUANTIZATIONS, check_quantization,
 from qie_nb.models.quantizations.known import quantize_linear
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import PatchConvolutions, divided, noise_image, on_call, random_lora, settings, slow_except
+from helpers import COMPILES, PatchConvolutions, divided, noise_image, on_call, random_lora, settings, slow_except
 
 ROOT, FOLDER = Path(__file__).parents[2], tiny_folder("2511")
 CLASSES = dict(transformer=QwenImageTransformer2DModel, text_encoder=Qwen2_5_VLForConditionalGeneration)
-COMPILES = ["qint4"] # C++ at its first use, for a minute
 TOLERANCE = dict(qfloat8=0.03, qint8=0.005, qint4=0.08, nf4=0.1, int8=0.005, float8=0.03, fp8_storage=0.03) # of the plain output's norm
 
 

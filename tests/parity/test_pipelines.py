@@ -51,8 +51,12 @@ both_ways = pytest.mark.parametrize("on", [slow(False), True], ids=["plain", "fa
 
 
 def each_way(cases, rare=()):
-    "Each case in the fast way; in the plain way the last of `cases` with each change, and all of them weekly. The `rare` ones are slow."
+    """Each case in the fast way; in the plain way the last of `cases` with each change, and all of them weekly.
+
+    Of the `rare` ones the last runs with each change."""
     def marks(case, on):
+        if case in rare and (not on or case is not rare[-1]):
+            return [pytest.mark.weekly]
         if on:
             return [pytest.mark.slow] if case in rare else []
         return [pytest.mark.slow if case is cases[-1] else pytest.mark.weekly]

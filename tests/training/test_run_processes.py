@@ -18,7 +18,7 @@ from qie_nb.training.checkpoint import complete_checkpoints
 from qie_nb.training.run_processes import (
     Watched, job_config, processes_to_start, state_message, sum_reports)
 
-from helpers import PATIENCE, OnStep, finish, slow, on_call, settings, wait_for, write_pairs
+from helpers import PATIENCE, OnStep, finish, on_call, settings, wait_for, weekly, write_pairs
 
 SITE, ROOT = Path(__file__).parent/"started_processes", Path(__file__).parents[2]
 LONG = dict(num_epochs=1000, max_train_steps=4000)
@@ -396,7 +396,7 @@ def command_line(config, folder) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stops, code", [("", 0), slow("SIGINT", 130), slow("SIGTERM", 143)])
+@pytest.mark.parametrize("stops, code", [weekly("", 0), weekly("SIGINT", 130), ("SIGTERM", 143)])
 def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config, tmp_path):
     "It trained and saved, and then ended with a traceback, because the processes that `fit` started have no accelerator here."
     much = LONG if stops else dict(max_train_steps=2)
