@@ -13,9 +13,9 @@ import pytest
 
 
 # files that take longest, the longest first, so that no process is left with one at the end
-LONG = """kaggle newcomer demo readme notebooks evaluate run_processes kaggle_faults distributed ray_cluster kernel_processes
-remote_training quantize eval_schedule cache block_swap main_job precompute training_memory text_to_image logging crashes
-placement step_costs pipelines compile growth""".split()
+LONG = """run_processes kaggle notebooks demo startup compile pipelines kernel_processes crashes readme training_memory newcomer
+reference precompute quantize step_costs evaluate fsdp cache_faults logging eval_schedule first_gpu kaggle_faults remote_training
+placement overfit stopping block_swap main_job single_file""".split()
 
 
 def pytest_collection_modifyitems(items):
