@@ -5,6 +5,8 @@ import pytest
 
 from helpers import PATIENCE, settings, write_pairs
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 import gc, json, sys
 from qie_nb.trainer import QwenImageEditTrainer
@@ -34,7 +36,6 @@ def counted(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_an_evaluation_does_not_import_matplotlib(counted):
     assert not counted["matplotlib"]
 

@@ -32,9 +32,13 @@ def drawn(root, tmp_path, epochs=3, loader=None, **sections) -> list:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
+    "A data set, and a folder with its filled cache."
     from helpers import write_pairs
-    root = write_pairs(tmp_path_factory.mktemp("random")/"set", FIVE, caption=[f"make it look {w}" for w in ("old", "new", "wet", "dry", "odd")])
-    return root, tmp_path_factory.mktemp("run")
+    captions = [f"make it look {how}" for how in ("old", "new", "wet", "dry", "odd")]
+    root = write_pairs(tmp_path_factory.mktemp("random")/"set", FIVE, caption=captions)
+    run = tmp_path_factory.mktemp("run")
+    QwenImageEditTrainer(settings(root, run, cache=dict(cache_dir=str(run/"cache")))).cache_embeddings()
+    return root, run
 
 
 def distinct(tensors): return len({t.numpy().tobytes() for t in tensors}) == len(tensors)
