@@ -24,7 +24,6 @@ def page_of(book:dict) -> str:
     return HTMLExporter().from_notebook_node(reads(json.dumps(book), 4))[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_a_chapter_runs_and_shows_its_values(name, executed):
     book = executed(name)

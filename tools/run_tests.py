@@ -56,15 +56,15 @@ def lanes() -> dict: # {name: rows of parts}
     "What `make` calls by these names."
     everyday = "not slow and not browser and not mounts and not weekly"
     tests = ["--ignore=tests/lint", "--ignore=tests/test_style.py"]
-    all_but_chapters = ["--flags", "slow", "--skip_file_re", CHAPTERS]
+    all_but_chapters = ["--skip_file_re", CHAPTERS]
     return dict(
         lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"])],
               [pytest("pages and style", "tests/lint", "tests/test_style.py", workers=""),
                Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
-        all=[[notebooks(*all_but_chapters), pytest("tests", *tests, "-m", "not browser and not weekly")],
+        all=[[notebooks(*all_but_chapters, "--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
              [make("browser", "BROWSERS=w8", "LANE=browser and not weekly"), make("types")]],
-        weekly=[[notebooks(*all_but_chapters), pytest("tests", *tests, "-m", "not browser"),
+        weekly=[[notebooks(*all_but_chapters, "--flags", "slow weekly"), pytest("tests", *tests, "-m", "not browser"),
                  make("mutations"), make("faults"), make("kills"), make("outputs")],
                 [make("browser"), make("space")]])
 

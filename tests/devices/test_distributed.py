@@ -84,7 +84,7 @@ def test_two_processes_equal_one_that_accumulates_twice_the_batches(launched):
     assert len(logs[1]) == 1 and rows[0] == rows[1]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_fsdp2_trains_and_saves_the_same(launched):
     folder, config = launched
     alone = config("one_fsdp", gradient_accumulation_steps=2, ema_decay=0.9)

@@ -259,7 +259,7 @@ for name, text in files.items(): open(f"{old}/{name}", "w").write(text)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_install_cell_uses_attached_wheels_without_internet(wheels, tmp_path):
     "In the old layout; test_kaggle_faults attaches them in the new one."
     needs_root()
@@ -392,7 +392,7 @@ def test_notebooks_start_two_processes_and_continue(name, places, tmp_path, requ
     assert "training in 2 processes" in text and re.search("trained 2 steps in .*, 6 in total: done|step 6 of 6", text), text[-3000:]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_from_a_prequantized_copy(tmp_path):
     "The copy is attached instead of the model and contains its modulation table."
     platform = kaggle(tmp_path, quota=64 * MB)
