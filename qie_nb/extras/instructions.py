@@ -307,9 +307,11 @@ def check_asked(
         raise ValueError(f"`batch_size` must be 1 or more, got {batch_size}")
 
 def check_folder(folder:Path):
-    "Raises ValueError if no file can be written there."
+    "Raises ValueError if no file can be written there. The folder is as before."
+    trial = folder/f"{JOURNAL}.trial"
     try:
-        write_atomic(folder/JOURNAL, (folder/JOURNAL).read_bytes() if (folder/JOURNAL).is_file() else b"")
+        write_atomic(trial, b"")
+        trial.unlink()
     except OSError as e:
         raise ValueError(f"nothing can be written into {str(folder)!r} ({e.strerror or e}); copy "
                          "the data set to a folder of your own, e.g. /kaggle/working, and give that") from e

@@ -371,6 +371,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_loading(fake, tmp_pat
     assert not fake
 
 
+def test_the_check_of_a_folder_leaves_no_file(tmp_path):
+    "A run in which the model answers nothing has no journal."
+    instructions.check_folder(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_shown_is_escaped(tmp_path):
     shown = instructions.Instructions(tmp_path, [("<i>", "<b>x", "<script>alert(1)</script>", "written")])
     assert "<script>" not in shown.html() and "<b>" not in shown.html() and "&lt;script&gt;" in shown.html()
