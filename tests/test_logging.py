@@ -396,6 +396,7 @@ def test_bar_on_a_terminal(monkeypatch):
     assert "train:" in out.getvalue() and "\r" in out.getvalue() and Progress.bars == 0
     left = out.getvalue().rsplit("\r", 1)[-1]
     assert out.getvalue().count("\n") == 1 and "train: 100%" in left and "images" not in left and "\x1b[A" not in out.getvalue(), "one line, which the outer work keeps"
+    assert left.rstrip().endswith("loss 0.5]"), "the note stays until there is another"
 
 
 @pytest.mark.slow
