@@ -1,5 +1,5 @@
 """Evaluation: fixed noise, images from cached inputs, and the same adapter with and without it."""
-import csv, math, json, os, random, shutil
+import csv, math, json, os, random, re, shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from qie_nb.evaluation.eval_images import COLUMNS as DRIFT
 from qie_nb.evaluation.eval_images import EvalCase, edit_cached, eval_cases, file_name, find_styles, overview, render_eval_images, save_image, sheet_caption
 from qie_nb.evaluation.compare import compare_validation, table
 from qie_nb.evaluation.evaluate import EvaluationCallback, evaluate
-from qie_nb.evaluation.validation_loss import COLUMNS, Measures, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
+from qie_nb.evaluation.validation_loss import COLUMNS, Interval, Measures, ValidationLoss, compare_losses, confidence_interval, fixed_sigmas, held_out_loss, level_weight, partners
 from qie_nb.models.flow_matching import calculate_mu, shift_sigmas
 from qie_nb.models.variants.text_to_image import QwenImage
 from qie_nb.planning.plan import Planner
@@ -382,6 +382,8 @@ def test_an_uncertain_use_of_the_control_images_is_news():
     ratio = module.control_ratio(dict(losses=own, exchanged=exchanged))
     assert ratio.low < 1 < ratio.mean < ratio.high
     assert "no higher" in module.first_advice(Measures(controls=ratio)).text
+    of_two_pairs = Interval(0.9, None, None)
+    assert not module.first_advice(Measures(controls=of_two_pairs)).text, "they say too little"
 
 
 def test_a_run_says_how_far_its_images_are_from_their_targets(made, monkeypatch, capsys):
@@ -591,7 +593,10 @@ def test_the_command_prints_numbers_and_a_table(run, made, world, tmp_path, caps
     file.write_text(json.dumps(made(train=dict(eval_images=0, output_dir=str(world/"out")))))
     assert main(["evaluate", "--config", str(file), "--checkpoint", "base", "--checkpoint", "latest"]) == 0
     out = capsys.readouterr().out
-    assert out.count('"held_out_loss":') == 2 and any("*" in line for line in out.splitlines()[-2:])
+    losses = list(map(float, re.findall('"held_out_loss": ([0-9.]+)', out)))
+    rows = [line for line in out.splitlines()[-2:] if "*" in line]
+    assert len(losses) == 2 and losses[0] != losses[1]
+    assert len(rows) == 1 and f" {min(losses):.4f} " in rows[0], "the best one is marked"
     assert main(["evaluate", "--config", str(file), "--checkpoint", "nowhere"]) == 2
 
 
