@@ -266,4 +266,17 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/evaluation/test_evaluate.py::"
         "test_an_uncertain_use_of_the_control_images_is_news", [
         Change("evaluation/evaluate", "first_advice", '("rises", "unknown")', '("rises",)')]),
+    "a run resumed by a call holds out other pairs": Mutation(
+        "tests/planning/test_first_run.py::"
+        "test_a_run_resumed_by_a_call_keeps_what_its_checkpoint_held_out", [
+        Change("training/resume", "RunResume.restore_state",
+               "self.adapters.data is not None", "self.adapters.data is None")]),
+    "the effect with Lightning is counted from the LoRA alone": Mutation(
+        "tests/extras/test_with_lightning.py::"
+        "test_effects_are_counted_from_the_column_without_lora", [
+        Change("extras/with_lightning", "measured",
+               "effect_of(row[k], row[0], wanted)", "effect_of(row[k], row[1], wanted)")]),
+    "a terminal's progress bar has no loss": Mutation(
+        "tests/test_logging.py::test_bar_on_a_terminal", [
+        Change("core/display", "Progress.update", "if note:", "if not note:")]),
 }

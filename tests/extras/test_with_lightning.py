@@ -2,14 +2,16 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from qie_nb.evaluation.compare import BASE, Column
 from qie_nb.extras.with_lightning import (
-    FOUND, LEAST_SIDE, PERIOD, Measured, advice, effect_of, grid_lines, made_for, next_strength,
-    with_lightning)
+    FOUND, LEAST_SIDE, PERIOD, Measured, advice, effect_of, grid_lines, made_for, measured,
+    next_strength, with_lightning)
 from qie_nb.lora.formats import read_lora
 from qie_nb.lora.adapters import write_lora
 from qie_nb.tiny.photos import EDITS, PHOTOS, crops, make_pairs, photos
@@ -119,6 +121,19 @@ def test_effect_is_the_share_of_the_way():
         assert math.isclose(got, share, abs_tol=0.02)
     same = without.astype(np.uint8)
     assert effect_of(same, same, same) is None
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["images after", "your LoRA alone"])
+def test_effects_are_counted_from_the_column_without_lora(given):
+    without, after = (np.asarray(im).astype(float) for im in crops(2, (96, 96), seed=2))
+    shares = (0., 0.8, 0.4) # of the way to the image after: without, yours alone, with Lightning
+    row = [(without + share * (after - without)).round().astype(np.uint8) for share in shares]
+    columns = [Column("x", BASE), Column("y", "latest"), Column("z", "latest", few_steps="fast")]
+    comparison = SimpleNamespace(
+        columns=columns, images=[row], targets=[after.astype(np.uint8)] if given else [],
+        edits=[SimpleNamespace(images=[Image.fromarray(row[0])])], drift=[[{}] * 3])
+    effects = [m.effect for m in measured(comparison)]
+    assert np.allclose(effects, shares if given else [0, 1, 0.5], atol=0.02)
 
 
 def column(**changes):

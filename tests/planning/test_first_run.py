@@ -225,6 +225,17 @@ def test_a_resumed_run_keeps_what_its_checkpoint_held_out(tmp_path, capsys):
     assert trainer.config.train.num_epochs == 10, "as the older version's run had it"
 
 
+def test_a_run_resumed_by_a_call_keeps_what_its_checkpoint_held_out(tmp_path):
+    "Without `train.resume_checkpoint`, which names it to the data set otherwise."
+    pairs = write_pairs(tmp_path/"my_pairs", ((32, 32),) * 20)
+    first = tiny(pairs, tmp_path, max_train_steps=1, val_fraction=0.1)
+    first.cache_embeddings()
+    first.fit()
+    second = tiny(pairs, tmp_path, max_train_steps=2).resume("latest")
+    second.make_loader()
+    assert second.data.held_out_ids == first.data.held_out_ids and len(second.held_out) == 2
+
+
 @pytest.mark.parametrize("was, now, epochs", [
     (dict(num_epochs=10, max_train_steps=None), dict(), 10),
     (dict(num_epochs=10), dict(max_train_samples=800), None),
