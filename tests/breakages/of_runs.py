@@ -200,7 +200,7 @@ MUTATIONS: dict[str, Mutation] = {
                "OPTIMIZERS[settings.name].make(params, settings)",
                'OPTIMIZERS["adamw"].make(params, settings)')]),
     "prodigy with the rate of another optimizer": Mutation(
-        "tests/training/test_optimizer.py::test_unavailable_optimizers_are_refused", [
+        "tests/training/test_optimizer.py::test_prodigy_refuses_the_rate_of_another_optimizer", [
         Change("training/optimizers/prodigy", "Prodigy.check", "0.1 <= settings.lr <= 10",
                "settings.lr <= 10")]),
     "prodigy planned without the start": Mutation(

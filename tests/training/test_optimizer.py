@@ -84,6 +84,14 @@ def test_unavailable_optimizers_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*no kernel.*or use adamw"): check_optimizer(OptimizerSection(name="adamw8bit"))
 
 
+@pytest.mark.parametrize("lr", [1e-4, 0.05, 20.])
+def test_prodigy_refuses_the_rate_of_another_optimizer(lr):
+    for fits in (0.1, 1., 10.):
+        check_optimizer(OptimizerSection(name="prodigy", lr=fits))
+    with pytest.raises(ValueError, match=f"must be about 1, got {lr:g}; set it to 1"):
+        check_optimizer(OptimizerSection(name="prodigy", lr=lr))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_optimizer_lowers_the_loss(name):
     (params, opt), losses = optimizer_of(name), []
