@@ -84,7 +84,7 @@ def test_unavailable_optimizers_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="adamw8bit does not run on cpu .*no kernel.*or use adamw"): check_optimizer(OptimizerSection(name="adamw8bit"))
 
 
-@pytest.mark.parametrize("lr", [1e-4, 0.05, 20.])
+@pytest.mark.parametrize("lr", [1e-4, 0.05])
 def test_prodigy_refuses_the_rate_of_another_optimizer(lr):
     for fits in (0.1, 1., 10.):
         check_optimizer(OptimizerSection(name="prodigy", lr=fits))
