@@ -27,7 +27,7 @@ demo: $(VENV)/.ready ## precompute, train and predict with the tiny model and re
 
 RUN := $(ONE) WORKERS=$(WORKERS) $(BIN)/python tools/run_tests.py
 
-lint: $(VENV)/.ready ## is everything that is made from other files in step, do pages and code keep the rules? Under a minute
+lint: $(VENV)/.ready ## is everything that is made from other files in step, do pages and code keep the rules? About a minute
 	$(RUN) lint
 
 types: $(VENV)/.ready ## do the types of the exported library agree? mypy, two minutes on the first run

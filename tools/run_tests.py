@@ -58,9 +58,9 @@ def lanes() -> dict: # {name: rows of parts}
     tests = ["--ignore=tests/lint", "--ignore=tests/test_style.py"]
     all_but_chapters = ["--skip_file_re", CHAPTERS]
     return dict(
-        lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"])],
-              [pytest("pages and style", "tests/lint", "tests/test_style.py", workers=""),
-               Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])]],
+        lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"]),
+               Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])],
+              [pytest("pages and style", "tests/lint", "tests/test_style.py", workers="")]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
         all=[[notebooks(*all_but_chapters, "--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
              [make("browser", "BROWSERS=w8", "LANE=browser and not weekly"), make("types")]],

@@ -365,13 +365,13 @@ def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
     for folder in wheels.values(): shutil.copytree(folder, tmp_path/"drive"/"wheels")
     platform = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
     few, steps = ({}, 150) if places else ({'"duotone", 48)': '"duotone", 12)'}, 20)
-    evaluated = f"step {min(steps, 50)}: loss"
+    def evaluated(text): return re.search(rf"^step {steps}: ", text, re.M) # at the end of the first session
     first = ran(COLAB, platform, changes=few | trial_with(f"max_train_steps={steps}"), **what)
-    assert len(images(first)) >= 2 and evaluated in first.text()
+    assert len(images(first)) >= 2 and evaluated(first.text())
     if places: assert error_ratio(tmp_path/"drive"/"qie_nb"/"trial"/"lora", tmp_path) < 0.4
     text = ran(COLAB, platform, changes=few | trial_with(f"max_train_steps={steps + 2}"), **what).text()
     assert "0 encoded" in text and f"training panel: step {steps + 2} of {steps + 2}" in text, text[-3000:]
-    assert evaluated not in text, text[-3000:]
+    assert not evaluated(text), text[-3000:]
 
 
 @pytest.mark.weekly
