@@ -268,8 +268,8 @@ def _pack(m:"EmbeddingCacheManager", a:Namespace):
     "Write the cache's entries into a few large files."
     files = m.pack(a.out, _keep(m, a), int(a.shard_gb * 1e9))
     size = sum(f.stat().st_size for f in files)
-    print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by `cache.cache_dir: "
-          f"[{a.out}, cache]`")
+    print(f"{len(files)} files, {size_text(size)} in {a.out}; read it by "
+          f"`cache.cache_dir: [{a.out}, cache]`")
 
 # %% ../nbs/04_cli.ipynb #51a224e5
 def plan(a:Namespace):

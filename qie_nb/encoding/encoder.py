@@ -196,8 +196,8 @@ class Encoder:
             if first.get(name, value) == value:
                 continue
             print(f"{_SWITCHES[name]} is {value}, but cache {str(self.cache.cache_dir)!r} was first filled "
-                  f"with {first[name]}; its entries are kept (they differ by rounding), `qie-nb "
-                  "cache clear` removes them")
+                  f"with {first[name]}; its entries are kept (they differ by rounding), "
+                  "`qie-nb cache clear` removes them")
 
     def place_vae(self):
         "The VAE; only the part that encodes moves to its device."

@@ -383,8 +383,8 @@ def compare_edits(
 # %% ../../nbs/evaluation/03_compare.ipynb #4431360c
 def _each_row(name, given, n) -> list:
     given = list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(given) != n: raise ValueError(f"`{name}` has {len(given)} entries for {n} rows; "
-                                         "give one per row")
+    if len(given) != n:
+        raise ValueError(f"`{name}` has {len(given)} entries for {n} rows; give one per row")
     return given
 
 def _rows(images, prompts) -> tuple: # (images, prompts), one entry per row

@@ -38,8 +38,8 @@ def import_ray(
     try:
         import ray, ray.data
     except ImportError as e:
-        raise ValueError("a cluster needs Ray and its data library; pip install "
-                         f"'qie_nb[ray]' ({e})") from None
+        raise ValueError("a cluster needs Ray and its data library; "
+                         f"pip install 'qie_nb[ray]' ({e})") from None
     return ray
 
 # %% ../../nbs/extras/00_ray_cluster.ipynb #13b6cc4d
@@ -51,8 +51,8 @@ def share_machines(
     "How machines are divided among workers. Raises ValueError if no machine has what a worker needs."
     machines = [m for m in machines if m.get("CPU", 0) >= 1]
     most = max((m.get("GPU", 0) for m in machines), default=0)
-    if not machines: raise ValueError("the Ray cluster has no machine with a CPU; start one "
-                                      "with `ray start`")
+    if not machines:
+        raise ValueError("the Ray cluster has no machine with a CPU; start one with `ray start`")
     if gpus is None:
         gpus = min(1, most)
     if gpus > most:
@@ -255,8 +255,8 @@ def connected(
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error", **new)
     except Exception as e:
-        raise ConnectionError(f"the Ray cluster {address!r} cannot be used: {last_line(e)}; `ray "
-                              "status` shows whether it runs") from e
+        raise ConnectionError(f"the Ray cluster {address!r} cannot be used: {last_line(e)}; "
+                              "`ray status` shows whether it runs") from e
     try:
         yield ray
     finally:

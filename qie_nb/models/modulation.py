@@ -226,8 +226,8 @@ class ModulationTable:
     def nearest_timestep(self, time:float) -> float:
         "The nearest time in the table; the first other one is reported."
         if time in self.index: return time
-        if not self.index: raise ValueError("the modulation table is empty; call "
-                                            "`cache_embeddings()` first")
+        if not self.index:
+            raise ValueError("the modulation table is empty; call `cache_embeddings()` first")
         near = min(self.index, key=lambda t: abs(t - time))
         if abs(near - time) < 1e-6: return near # rounding
         if self.warn_nearest:

@@ -265,8 +265,7 @@ def hub_findings(m:MachineInfo, c:Config|None=None) -> list[Finding]:
         out.append(Finding("internet", "yes"))
     if missing and not m.token:
         remedy = ("the hub limits downloads without it: add the secret (Kaggle: Add-ons > Secrets; "
-                  "Colab: key "
-                  'at the left), then os.environ["HF_TOKEN"] = '
+                  'Colab: key at the left), then os.environ["HF_TOKEN"] = '
                   'detect_environment().secret("HF_TOKEN", ask=True)')
         out.append(Finding("secret HF_TOKEN", "missing", "warning", remedy))
     return out

@@ -41,8 +41,8 @@ def photo_folder(
         return _package_folder("qie_nb")/"assets"/"photos"
     spec = importlib.util.find_spec("skimage") # importing it would take a second
     if spec is None:
-        raise ImportError("the photographs of the split `more` need `scikit-image`; pip "
-                          "install scikit-image")
+        raise ImportError("the photographs of the split `more` need `scikit-image`; "
+                          "pip install scikit-image")
     return _package_folder("skimage")/"data"
 
 # %% ../../nbs/tiny/01_photos.ipynb #9836db01

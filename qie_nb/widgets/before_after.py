@@ -89,8 +89,8 @@ class BeforeAfter(Display):
         titles:tuple[str, str]=("before", "after"),
         height:int=360, # pixels on the page; no wider than 640
     ):
-        if len(titles) != 2: raise ValueError(f"`titles` must be two, got {len(titles)}; "
-                                              "give one per image")
+        if len(titles) != 2:
+            raise ValueError(f"`titles` must be two, got {len(titles)}; give one per image")
         if height < 1: raise ValueError(f"`height` must be 1 or more pixels, got {height}; default 360")
         self.titles = tuple(map(str, titles))
         first = as_rgb(before, "before")
