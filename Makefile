@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY := passive
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo lint types refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean space breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
+.PHONY: demo install-browser lint types refresh hook test test-perturbed test-all test-weekly browser places site screenshots outputs check install clean space breakages mutations faults kills bench-cache bench-cluster bench-cpu bench-gpu bench-modes bench-peers first-gpu rehearsal
 
 install: $(VENV)/.ready
 
@@ -61,17 +61,19 @@ test-perturbed: $(VENV)/.ready ## the everyday tests as on a CPU whose float32 r
 
 BROWSERS := w8 w7
 LANE := browser
-browser: $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
+install-browser: $(VENV)-w8/.ready ## the environment of the browser tests of each change; `make -j 2 install install-browser` makes both at once
+
+browser: $(VENV)/.ready $(BROWSERS:%=$(VENV)-%/.ready) ## the notebooks in JupyterLab and Chromium, with ipywidgets 8.1 and 7.7.1
 	for w in $(BROWSERS); do QIE_NB_BROWSER=$$w $(VENV)-$$w/bin/python -m pytest -m "$(LANE)" --junitxml $(VENV)/reports/browser.xml tests/end_to_end/test_browser.py tests/end_to_end/test_browser_newcomer.py || exit 1; done
 
-space: $(VENV)-space/.ready ## the app of a Hugging Face Space, with the tiny model, in Chromium
+space: $(VENV)/.ready $(VENV)-space/.ready ## the app of a Hugging Face Space, with the tiny model, in Chromium
 	QIE_NB_BROWSER=space $(VENV)-space/bin/python -m pytest -m browser --junitxml $(VENV)/reports/space.xml tests/end_to_end/test_browser_space.py
 
 # an environment with one JupyterLab and its ipywidgets, or gradio, which come before what is installed in $(VENV)
-$(VENV)-%/.ready: tests/end_to_end/browser/%.txt $(VENV)/.ready
+$(VENV)-%/.ready: tests/end_to_end/browser/%.txt
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q -r $<
-	$(BIN)/python -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib'))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
+	$(PYTHON) -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib', 'posix_prefix', dict(base='$(abspath $(VENV))')))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
 	touch $@
 
 # environments with Kaggle's and Colab's library versions, and the wheels that the install cells need; PLACE_PYTHON=python3.12 uses Kaggle's Python
@@ -98,7 +100,7 @@ $(VENV)-site/.ready: docs/requirements.txt
 site: $(VENV)-site/.ready ## README, docs/ and all notebooks as a web site in site/, checked for dead links; five minutes
 	$(VENV)-site/bin/python tools/website.py $(ARGS)
 
-screenshots: $(VENV)-w8/.ready ## take the widget images of README again
+screenshots: $(VENV)/.ready $(VENV)-w8/.ready ## take the widget images of README again
 	$(VENV)-w8/bin/python tools/screenshots.py docs
 
 outputs: $(VENV)/.ready ## run all notebooks and write their outputs into them; ARGS="nbs/index" for one

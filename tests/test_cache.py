@@ -51,12 +51,9 @@ def two_captions_per_image(root): # sample 0002 gets the control image of 0000
     return root
 
 
-slow = lambda *values: pytest.param(*values, marks=pytest.mark.slow)
-
-
 @pytest.mark.slow
 @pytest.mark.bits
-@pytest.mark.parametrize("shared, variant, controls", [(True, "v1", 1), slow(True, "2511", 2), slow(False, "v1", 1)])
+@pytest.mark.parametrize("shared, variant, controls", [(True, "v1", 1), (True, "2511", 2), (False, "v1", 1)])
 def test_lazy_filling_writes_the_files_of_precompute(variant, controls, shared, pairs, tmp_path, encoders_with):
     encoders_with(share_prefix=shared)
     root = two_captions_per_image(pairs(THREE, controls=controls, caption=["invert", "invert it all", "x"]))

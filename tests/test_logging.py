@@ -123,7 +123,7 @@ def test_images_are_the_same_with_and_without_a_cache(cached_run, pairs, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("count", [1, 2])
 def test_image_steps_open_few_files_and_release_memory(count, pairs, tmp_path, monkeypatch):
     opened, held, steps, real_open = [], [], [], Path.open
     def after(t):

@@ -171,7 +171,7 @@ def test_ai_toolkit_caches_into_the_cache_folder_and_reads_the_pairs(tmp_path):
     assert peer.caption("a, b") == "a,  b"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly # starts two benchmarks
 def test_steps_are_done_by_turns(made_up, monkeypatch):
     bench = compare.Bench("made_up", made_up/"made-up", Path(sys.executable), made_up/"work", made_up)
     monkeypatch.setitem(os.environ, "PYTHONPATH", "")

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS = Path(sys.prefix)/"reports"
 WORKERS = os.environ.get("WORKERS", "2")
 SHOWN = 30 # slowest cases
-# with each change tests/test_notebooks.py runs these in a kernel, and hands the result to all tests that look at it
+# tests/test_notebooks.py runs these in a kernel: with each change, and weekly
+IN_KERNELS = r"^(index|00_cache|03_logging)\.ipynb$"
 CHAPTERS = r"^(index|00_cache|01_trainer|02_predict|03_logging|04_cli)\.ipynb$"
 
 
@@ -56,15 +57,14 @@ def lanes() -> dict: # {name: rows of parts}
     "What `make` calls by these names."
     everyday = "not slow and not browser and not mounts and not weekly"
     tests = ["--ignore=tests/lint", "--ignore=tests/test_style.py"]
-    all_but_chapters = ["--skip_file_re", CHAPTERS]
     return dict(
         lint=[[Part("derived files", [sys.executable, "tools/refresh.py", "--check"]),
                Part("breakages that fit", [sys.executable, "tests/breakages/fit.py"])],
               [pytest("pages and style", "tests/lint", "tests/test_style.py", workers="")]],
         test=[[notebooks(), pytest("tests", *tests, "-m", everyday)]],
-        all=[[notebooks(*all_but_chapters, "--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
+        all=[[notebooks("--skip_file_re", IN_KERNELS, "--flags", "slow"), pytest("tests", *tests, "-m", "not browser and not weekly")],
              [make("browser", "BROWSERS=w8", "LANE=browser and not weekly"), make("types")]],
-        weekly=[[notebooks(*all_but_chapters, "--flags", "slow weekly"), pytest("tests", *tests, "-m", "not browser"),
+        weekly=[[notebooks("--skip_file_re", CHAPTERS, "--flags", "slow weekly"), pytest("tests", *tests, "-m", "not browser"),
                  make("mutations"), make("faults"), make("kills"), make("outputs")],
                 [make("browser"), make("space")]])
 

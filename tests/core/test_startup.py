@@ -62,16 +62,33 @@ plan("2511", "T4", 512); doctor({config!r})
 """
 
 
+def command(*arguments) -> list: return ["-m", "qie_nb.cli", *arguments]
+
+
 @pytest.mark.slow
-def test_first_calls_and_commands_write_nothing_to_stderr(pairs, tmp_path):
+@pytest.mark.parametrize("started", [
+    pytest.param([command("train", "--config", "run.yaml")], id="train"),
+    pytest.param([command(name, "--config", "run.yaml") for name in ("precompute", "plan", "doctor")] + [command("--help")],
+                 id="the other commands", marks=pytest.mark.weekly)])
+def test_commands_write_nothing_to_stderr(started, pairs, tmp_path):
+    config = settings(pairs(((96, 64),) * 4), tmp_path, train=dict(max_train_steps=2))
+    (tmp_path/"run.yaml").write_text(json.dumps(config))
+    for arguments in started:
+        writes_nothing_to_stderr(arguments, tmp_path)
+
+
+@pytest.mark.slow
+def test_first_calls_write_nothing_to_stderr(pairs, tmp_path):
     root = pairs(((96, 64),) * 4)
     config = settings(root, tmp_path, train=dict(max_train_steps=2))
-    (tmp_path/"run.yaml").write_text(json.dumps(config))
     code = FIRST.format(config=config, image=str(root/"control_images"/"0000.png"))
-    cli = lambda *a: ["-m", "qie_nb.cli", *a]
-    for args in (["-c", code], *(cli(c, "--config", "run.yaml") for c in ("precompute", "train", "plan", "doctor")), cli("--help")):
-        done = subprocess.run([sys.executable, *args], capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0 and done.stderr == "", (args, done.stderr[-3000:])
+    writes_nothing_to_stderr(["-c", code], tmp_path)
+
+
+def writes_nothing_to_stderr(arguments, folder):
+    "A Python that is started with these arguments in a folder."
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0 and done.stderr == "", (arguments, done.stderr[-3000:])
 
 
 @pytest.mark.slow

@@ -1,5 +1,4 @@
 "A small transformer with known weights, its outputs and gradients for known inputs, and how far two results are from each other."
-import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,9 +22,6 @@ class OnOperation(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         self.fn(func.name(), args, out)
         return out
-
-
-def slow(*case): return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def base(zero=True, kind=None, layers=LAYERS, head=16, text=64):

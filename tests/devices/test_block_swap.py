@@ -23,8 +23,8 @@ from qie_nb.models.modulation import ModulationTable, use_modulation_table
 from qie_nb.models.quantizations.known import QUANTIZATIONS, held_bytes
 from qie_nb.trainer import QwenImageEditTrainer
 
-from helpers import close_images, settings
-from small_transformer import LAYERS, adapted, assert_same, base, call, far, gradients, slow, whole
+from helpers import close_images, settings, slow, weekly
+from small_transformer import LAYERS, adapted, assert_same, base, call, far, gradients, whole
 
 
 class Rig(TorchDispatchMode):
@@ -327,7 +327,7 @@ def allowed_on_cpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [False, slow("nf4")])
+@pytest.mark.parametrize("quantize", [False, weekly("nf4")])
 def test_a_run_is_the_same_with_evaluation_and_across_a_resume(quantize, pairs, tmp_path, allowed_on_cpu):
     root, found = pairs(((48, 32),) * 4), {}
     def make(name, on, **train):

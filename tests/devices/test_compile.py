@@ -18,8 +18,8 @@ from qie_nb.planning import plan as planning
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import step
 
-from helpers import adapters_close, close_images, settings, weekly
-from small_transformer import OnOperation, adapted, assert_same, base, call, far, gradients, slow, whole
+from helpers import adapters_close, close_images, settings, slow, weekly
+from small_transformer import OnOperation, adapted, assert_same, base, call, far, gradients, whole
 
 
 def compiled_graphs(): return torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -96,7 +96,7 @@ def test_processors_are_as_before_after_each_way(traced):
 
 # --- compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["selective", slow(False)])
+@pytest.mark.parametrize("mode", ["selective", weekly(False)])
 def test_one_graph_serves_all_sizes_and_prompts(mode, traced):
     tr = small(2)
     asked = [dict(size=s, words=w) for s, w in (((4, 6), 5), ((6, 4), 9), ((8, 6), 2))]
@@ -124,7 +124,7 @@ def test_text_adapters_batches_and_masks_need_one_graph_each(traced):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qfloat8", "nf4", slow("qint8"), slow("int8"), slow("float8"), weekly("qint4")])
+@pytest.mark.parametrize("kind", ["qfloat8", "nf4", "int8", *map(weekly, ("qint8", "float8", "qint4"))])
 def test_a_quantized_base_compiles_with_the_same_gradients(kind, traced):
     tr = adapted(base(False, kind, 2))
     want, code = gradients(tr), set_up(tr, "selective", True)

@@ -18,8 +18,8 @@ from qie_nb.planning.memory import MemoryQuery
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training import stopping
 
-from helpers import OnStep, close_images, noise_image, settings
-from small_transformer import OnOperation, adapted, base, call, far, slow
+from helpers import OnStep, close_images, noise_image, settings, slow
+from small_transformer import OnOperation, adapted, base, call, far
 
 WILD = dict(residual=2.**18, power=16)
 

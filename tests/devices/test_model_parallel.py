@@ -20,8 +20,8 @@ from qie_nb.training.step import EMA, guarded_step
 from qie_nb.training.optimizers.known import make_optimizer
 
 from fake_devices import Numbers, numpy
-from helpers import settings
-from small_transformer import base, slow
+from helpers import settings, slow
+from small_transformer import base
 from test_block_swap import checkpointed, with_table
 
 LAYERS = 2
@@ -110,7 +110,7 @@ def run(tmp_path, count=1, table=True, optimizer="adamw"):
 
 # --- steps
 @pytest.mark.slow
-@pytest.mark.parametrize("table, optimizer", [(True, "adamw"), slow(False, "adafactor")])
+@pytest.mark.parametrize("table, optimizer", [(True, "adamw"), (False, "adafactor")])
 def test_steps_over_two_devices_are_the_same_and_shared_tensors_are_moved_once(table, optimizer, tmp_path):
     plain = made(tmp_path, table)
     with sdpa_kernel(SDPBackend.MATH): out = steps(plain, 2, optimizer, *inputs())

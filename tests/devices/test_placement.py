@@ -19,8 +19,7 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
 from fake_devices import GB, THREE, edit, pretend, trainer_of # noqa: F401 (a fixture)
-from helpers import OnStep, close_images, random_lora, settings
-from small_transformer import slow
+from helpers import OnStep, close_images, random_lora, settings, slow, weekly
 
 
 def replace_everywhere(monkeypatch, old, new):
@@ -42,7 +41,7 @@ def edit_math(*args):
 
 # --- three devices
 @pytest.mark.slow
-@pytest.mark.parametrize("variant, n, scale", [("2511", 1, 4.0), slow("v1", 1, 1.0), slow("v1", 1, 4.0), slow("2509", 2, 4.0), slow("2509", 3, 1.0)])
+@pytest.mark.parametrize("variant, n, scale", [("2511", 1, 4.0), ("v1", 1, 1.0), ("2509", 2, 4.0), weekly("v1", 1, 4.0), weekly("2509", 3, 1.0)])
 def test_three_devices_give_the_same_image_and_mix_nothing(variant, n, scale, pretend):
     expected, t, previews = edit_math(trainer_of(variant), n, scale), trainer_of(variant, predict=dict(devices=THREE)), []
     with pretend(t) as mode: got = edit(t, n, scale, preview=lambda n, steps, image: previews.append(image.shape), preview_every=1)

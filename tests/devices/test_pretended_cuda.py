@@ -22,7 +22,7 @@ from qie_nb.sampling.denoising import denoise, sampling_schedule
 from qie_nb.tiny.random_models import tiny_pipeline
 from qie_nb.training.checkpoint import read_checkpoint, split_state
 
-from helpers import random_lora, settings, slow, write_pairs
+from helpers import random_lora, settings, write_pairs
 from pretended import CPU, GPU, components_of, devices_of, pretend, pretended_gpu, trainer_on_gpu
 
 
@@ -119,7 +119,7 @@ CASES = dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [slow(name) if name == "prompts_in_parts" else name for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_mixes_no_devices(name, ready, gpu):
     how, more = CASES[name]
     train = dict(gradient_checkpointing=False, ema_decay=0.9) | how.get("train", {})

@@ -359,16 +359,21 @@ def test_kaggle_notebooks_hand_the_cache_over_train_and_resume(places, tmp_path,
 @pytest.mark.slow
 @each_python
 def test_colab_keeps_everything_on_drive_and_resumes(places, tmp_path, request):
-    "In this Python a short run; with Colab's versions the whole trial, which learns the edit."
+    """In this Python a short run; with Colab's versions the whole trial, which learns the edit.
+
+    Only the latter is resumed here: test_newcomer.py resumes Kaggle's notebook with each change, and weekly this one."""
     what, wheels = own_versions(places, "colab", request)
     (tmp_path/"drive").mkdir()
     for folder in wheels.values(): shutil.copytree(folder, tmp_path/"drive"/"wheels")
     platform = colab(tmp_path, drive=tmp_path/"drive", quota=64 * MB)
     few, steps = ({}, 150) if places else ({'"duotone", 48)': '"duotone", 12)'}, 20)
     def evaluated(text): return re.search(rf"^step {steps}: ", text, re.M) # at the end of the first session
+    def there(name): return list((tmp_path/"drive"/"qie_nb"/"trial").rglob(name))
     first = ran(COLAB, platform, changes=few | trial_with(f"max_train_steps={steps}"), **what)
     assert len(images(first)) >= 2 and evaluated(first.text())
-    if places: assert error_ratio(tmp_path/"drive"/"qie_nb"/"trial"/"lora", tmp_path) < 0.4
+    assert there("pixel_latent") and there(f"step_{steps:08}") + there("epoch_*") and there("pytorch_lora_weights.safetensors")
+    if not places: return
+    assert error_ratio(tmp_path/"drive"/"qie_nb"/"trial"/"lora", tmp_path) < 0.4
     text = ran(COLAB, platform, changes=few | trial_with(f"max_train_steps={steps + 2}"), **what).text()
     assert "0 encoded" in text and f"training panel: step {steps + 2} of {steps + 2}" in text, text[-3000:]
     assert not evaluated(text), text[-3000:]

@@ -7,7 +7,7 @@ import torch
 import yaml
 from PIL import Image
 
-from helpers import TEXT, TRANSFORMER, VAE, OnStep, StopAt, adapters_close, adapters_equal, settings
+from helpers import TEXT, TRANSFORMER, VAE, OnStep, StopAt, adapters_close, adapters_equal, settings, slow
 from qie_nb.config import load_config_from_yaml
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.tiny.random_models import tiny_folder
@@ -16,7 +16,6 @@ from qie_nb.trainer import QwenImageEditTrainer
 UNCACHED = dict(use_cache=False)
 
 
-def slow(*values): return pytest.param(*values, marks=pytest.mark.slow)
 def trainer(root, tmp_path, variant="2511", **sections): return QwenImageEditTrainer(settings(root, tmp_path, variant, **sections))
 def model(folder): return dict(pretrained_model_name_or_path=str(folder))
 

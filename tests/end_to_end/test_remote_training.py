@@ -12,7 +12,7 @@ from qie_nb.extras.remote_shards import RemoteCacheError
 from qie_nb.data.dataset import ImageDataset, loader
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import PATIENCE, settings, slow, write_pairs
+from helpers import PATIENCE, settings, write_pairs
 
 SIZES, STEPS = ((48, 32), (32, 48), (48, 32), (40, 40)), 4
 
@@ -48,7 +48,7 @@ def parts(copies): return [p.name for p in copies.rglob("*") if p.is_file() and 
 
 @pytest.mark.slow
 @pytest.mark.bits
-@pytest.mark.parametrize("protocol, workers", [("memory", 0), slow("file", 2)])
+@pytest.mark.parametrize("protocol, workers", [("memory", 0), ("file", 2)])
 def test_the_lora_is_that_of_the_folder_and_each_shard_is_fetched_once(known, tmp_path, monkeypatch, protocol, workers):
     folder, lora = known
     url, log = dict(memory="memory://known/packed", file=f"file://{folder}/packed")[protocol], tmp_path/"log"

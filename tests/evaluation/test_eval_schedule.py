@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from qie_nb.models.variants.text_to_image import QwenImage
-from helpers import OnStep, adapters_close, close_images, on_call, settings, slow, write_pairs
+from helpers import OnStep, adapters_close, close_images, on_call, settings, write_pairs
 from qie_nb.config import make_config
 from qie_nb.devices import compile as compiled
 from qie_nb.evaluation import eval_images
@@ -61,7 +61,7 @@ def adapters_in(t): return {n: tuple(p.requires_grad for k, p in t.transformer.n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, train", [({}, {}), slow(dict(quantize="qint8", modulation_table=True), {}), slow({}, dict(ema_decay=0.5))], ids=str)
+@pytest.mark.parametrize("model, train", [({}, {}), (dict(quantize="qint8", modulation_table=True), {}), ({}, dict(ema_decay=0.5))], ids=str)
 def test_images_are_those_of_predict_with_both_loras(made, files, model, train, tmp_path, world):
     seen = []
     t = Trainer(made("out", files["fast"], train, model=dict(quantize="none") | model), [OnStep(lambda t: seen.append(adapters_in(t)))]).fit()

@@ -13,7 +13,7 @@ from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME
 from qie_nb.models.components import VARIANTS
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
-from helpers import close_images, random_lora, settings, slow
+from helpers import close_images, random_lora, settings, weekly
 
 HOSTILE = ("it's \"\"\"\n---\nlicense: evil\n''' \\ \\N {x} %s <img src=x onerror='window.pwned=1'> "
            "![x](http://evil/p.png) $x$ \ud800 ü\r\n\t# blue")
@@ -58,7 +58,7 @@ def photo(size, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [slow("v1"), "2511"])
+@pytest.mark.parametrize("variant", [weekly("v1"), "2511"])
 def test_the_app_makes_the_images_of_predict(variant, made, running):
     trainer, lora = made(variant)
     space = write_space(lora, base_model=str(tiny_folder(variant)))

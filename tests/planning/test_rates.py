@@ -6,7 +6,6 @@ import pytest
 
 import anchors
 from counted_step import count_traffic
-from helpers import slow
 from qie_nb.planning import memory, step_work as operations
 from qie_nb.planning.cards import GPUS, parse_gpu, plan, step_seconds, step_work
 from qie_nb.core.presets import KNOWN_GPUS, known_gpu_name
@@ -90,8 +89,8 @@ def test_memory_measured_on_an_h100_is_planned(part, row, settings):
     ("float32", dict(base_bytes=4, kernel="efficient")),
     ("float16", dict(base_bytes=4, fp16=True, kernel="efficient")),
     ("bfloat16", dict(adapter_bytes=2)),
-    slow("float32 adapter", dict()),
-    slow("two modulations", dict(adapter_bytes=2, zero_cond=True))])
+    ("float32 adapter", dict()),
+    ("two modulations", dict(adapter_bytes=2, zero_cond=True))])
 def test_reads_and_writes_are_those_of_the_real_classes(kind, shapes):
     query = MemoryQuery(target=1024, control=1024, checkpointing=False, **shapes)
     forward, whole = count_traffic(query)

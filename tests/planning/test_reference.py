@@ -8,7 +8,7 @@ from pathlib import Path
 import make
 import pytest
 
-from helpers import slow
+from helpers import weekly
 from qie_nb.cache import EmbeddingCacheManager
 from qie_nb.config import make_config
 from qie_nb.trainer import QwenImageEditTrainer
@@ -55,8 +55,8 @@ def compare(file, group, cases):
 # --- figures and decisions
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [
-    "gpus_2511", "presets_2511", "choices", "adapters", "files", "texts", slow("gpus_v1"),
-    slow("gpus_2509"), slow("presets_v1"), slow("presets_2509"), slow("settings")])
+    "gpus_2511", "presets_2511", "choices", "adapters", "files", "texts", "settings", "gpus_v1",
+    "presets_2509", weekly("gpus_2509"), weekly("presets_v1")])
 def test_plans_are_as_before(group):
     compare("plans.json", group, make.plan_cases([group])[group])
 

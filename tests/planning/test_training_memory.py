@@ -26,7 +26,7 @@ from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.training.optimizers.known import make_optimizer
 from qie_nb.planning.plan import Planner
 
-from small_transformer import slow
+from helpers import slow
 
 TINY = MemoryQuery(layers=3, dim=96, heads=3, text_dim=64, target=64, control=80, text=24, r=4, kernel="cpu", checkpointing=False, table=False, base_bytes=4)
 ATTENTION, TEXT, ALL = (tuple(PRESETS[name]) for name in ("attention", "attention_text", "all_linear"))
@@ -142,7 +142,7 @@ def test_a_gpu_needs_memory_for_its_runtime_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*PEAK, *map(slow, RARE_PEAK)])
+@pytest.mark.parametrize("case", [*PEAK, *RARE_PEAK])
 def test_peak_of_a_step_at_real_size(case):
     "The parts of a step on 5 of the 60 blocks, on the meta device; the error is relative to the whole model."
     q = replace(STEP, **(PEAK | RARE_PEAK)[case])

@@ -408,6 +408,7 @@ def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config
     assert "Traceback" not in text and (tmp_path/"out"/"lora"/"pytorch_lora_weights.safetensors").is_file(), text
 
 
+@pytest.mark.weekly # with each change `fit` loses a process, and the command gets a signal
 @pytest.mark.slow
 def test_the_command_ends_with_an_error_if_a_process_dies(config, tmp_path):
     process = command_line(config("out", num_processes=2, **LONG), tmp_path)

@@ -11,9 +11,7 @@ from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.training.callbacks import RunState
 from qie_nb.training.step import BatchStream
 
-from helpers import settings
-
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
+from helpers import settings, slow
 
 
 def batch_of(pairs, tmp_path, variant, controls, dropout=0., **kw):

@@ -5,11 +5,11 @@ import fake_device, step_cpu as cost, step_gpu as gpu, table as tables # of benc
 import pytest
 import torch
 
+from helpers import slow
 from qie_nb.lora.adapters import lora_state
 from qie_nb.trainer import QwenImageEditTrainer
 
 LAYERS = (2, 3, 4)
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ MEAN = dict(train=dict(ema_decay=0.9, gradient_accumulation_steps=2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, table, more", [(1, True, {}), slow(2, True, {}), slow(1, False, {}), slow(1, True, CHECKPOINTING)])
+@pytest.mark.parametrize("batch, table, more", [(1, True, {}), (2, True, {}), (1, False, {}), (1, True, CHECKPOINTING)])
 def test_a_step_adds_few_operations_to_the_bare_loop_whatever_the_models_depth(batch, table, more, world):
     over, whole = {}, {}
     for n in LAYERS:
@@ -58,7 +58,7 @@ TABLELESS, WEIGHTED = dict(model=dict(modulation_table=False)), dict(train=dict(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sections", [MEAN, *map(slow, (CHECKPOINTING, TABLELESS, DROPOUT, WEIGHTED))])
+@pytest.mark.parametrize("sections", [MEAN, CHECKPOINTING, TABLELESS, DROPOUT, WEIGHTED])
 def test_the_host_waits_for_nothing_between_logged_steps(sections, world):
     rows, _ = cost.waited(world("2509", every=3, **sections))
     assert all(sum(r["launched"].values()) > 300 for r in rows)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import OnStep, StopAt, merged, on_call, settings, write_pairs
+from helpers import OnStep, StopAt, merged, on_call, settings, slow, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
 from qie_nb.planning.plan import Planner
 from qie_nb.training import checkpoint, stopping
@@ -13,7 +13,6 @@ from qie_nb.training.checkpoint import complete_checkpoints, is_complete, keep_n
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 
-slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
 EVALUATED = dict(val_fraction=0.2, eval_images=0)
 
 
@@ -78,9 +77,9 @@ class Clock:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step, save, evaluation, train, least", [
-    slow(60, lambda n: 500 if n == 0 else 60, 0, dict(save_steps=10), 0.6),
-    slow(lambda now: 40 if now < 1500 else 160, lambda n: 30 + 25 * n, 0, dict(save_steps=10), 0.8), # both become slower
-    slow(60, 60, 0, dict(save_steps=None), 0.8), (300, 20, 0, dict(save_steps=1), 0.8), slow(120, 60, 30., dict(save_steps=10, eval_steps=7, **EVALUATED), 0)])
+    (60, lambda n: 500 if n == 0 else 60, 0, dict(save_steps=10), 0.6),
+    (lambda now: 40 if now < 1500 else 160, lambda n: 30 + 25 * n, 0, dict(save_steps=10), 0.8), # both become slower
+    (60, 60, 0, dict(save_steps=None), 0.8), (300, 20, 0, dict(save_steps=1), 0.8), (120, 60, 30., dict(save_steps=10, eval_steps=7, **EVALUATED), 0)])
 def test_max_hours_leaves_time_to_save_and_wastes_little(step, save, evaluation, train, least, world, tmp_path, monkeypatch):
     clock = Clock(monkeypatch, step, save, evaluation)
     t = world.trainer(tmp_path, train=dict(max_train_steps=200, max_hours=1., keep_checkpoints=2, **train)).fit()
@@ -135,7 +134,7 @@ def test_max_hours_shorter_than_a_step(world, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [pytest.param("resumed", marks=pytest.mark.bits), slow("same trainer")])
+@pytest.mark.parametrize("again", [pytest.param("resumed", marks=pytest.mark.bits), "same trainer"])
 def test_sessions_of_max_hours_make_the_undisturbed_run(again, world, tmp_path, monkeypatch):
     Clock(monkeypatch, 60, 10, real=True)
     train, sessions = dict(max_hours=0.075), 1
@@ -210,7 +209,7 @@ def test_a_run_goes_on_after_memory_ran_out(where, changed, world, tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part, lazily", [slow("vae", False), slow("text_encoder", False), ("text_encoder", True)])
+@pytest.mark.parametrize("part, lazily", [("vae", False), ("text_encoder", False), ("text_encoder", True)])
 def test_memory_runs_out_in_an_encoder(part, lazily, world, tmp_path, monkeypatch):
     from qie_nb.devices.edit_model import EditModel
     booms, get = [], EditModel.get
