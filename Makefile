@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # tests run in two processes with one thread each; MKL reads MKL_CBWR when torch is loaded and then gives equal bits on every CPU
 WORKERS ?= 2
+# options of pip; with --no-compile, as CI has it, each module is compiled by the first process that imports it
+PIP_OPTIONS ?=
 ONE := OMP_NUM_THREADS=1 MKL_CBWR=AUTO,STRICT
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
@@ -19,7 +21,7 @@ install: $(VENV)/.ready
 
 $(VENV)/.ready: settings.ini setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -e ".[dev]"
+	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -e ".[dev]"
 	touch $@
 
 demo: $(VENV)/.ready ## precompute, train and predict with the tiny model and real photographs
@@ -72,7 +74,7 @@ space: $(VENV)/.ready $(VENV)-space/.ready ## the app of a Hugging Face Space, w
 # an environment with one JupyterLab and its ipywidgets, or gradio, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt
 	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install -q -r $<
+	$(VENV)-$*/bin/python -m pip install -q $(PIP_OPTIONS) -r $<
 	$(PYTHON) -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib', 'posix_prefix', dict(base='$(abspath $(VENV))')))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
 	touch $@
 

@@ -234,6 +234,13 @@ def test_rows_are_complete_and_equal_in_both_files(pairs, tmp_path):
     assert len(steps) > 3 and np.isnan(rows.loss[1]) and rows.loss[0] > 0 and rows.skipped[1] in (0, 1) and rows.held_out_loss.iloc[-1] > 0
 
 
+def test_an_evaluation_is_logged_with_its_step_whatever_the_interval_of_the_log(pairs, tmp_path):
+    train = dict(max_train_steps=5, num_epochs=None, eval_interval=0, eval_steps=2, eval_images=0, eval_at_start=False)
+    logged(pairs(SIZES), tmp_path, train=train, logging=dict(report_to="none", log_every=100)).fit()
+    rows = rows_of(tmp_path)
+    assert list(rows.step) == [2, 4, 5] and (rows.held_out_loss > 0).all()
+
+
 @pytest.mark.slow
 def test_logs_of_resumed_and_new_runs(pairs, tmp_path, monkeypatch):
     waited, real, root = [], event_files.next_second, pairs(((96, 64),) * 6)

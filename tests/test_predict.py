@@ -17,7 +17,7 @@ from qie_nb.models.components import restore_image_positions
 from qie_nb.sampling import denoising, edits
 from qie_nb.models.flow_matching import pack_latents
 from qie_nb.models.variants.text_to_image import QwenImage
-from qie_nb.sampling.denoising import start_noise
+from qie_nb.sampling.denoising import pick_schedule, start_noise
 from qie_nb.sampling.edits import Edit, encode_edits
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -97,6 +97,32 @@ def test_all_is_encoded_before_the_transformer_runs_and_decoded_afterwards(monke
     t.predict(images(1)[0], PROMPTS, **SMALL | dict(true_cfg_scale=4))
     encoded = ["at text_encoder"] + ["encode_prompts"] * 3 + ["at vae", "encode_images", "at transformer"]
     assert order == encoded + ["denoise_encoded"] * 2 + ["at vae"] + ["decode_latents"] * 2
+
+
+def test_without_guidance_no_negative_prompt_is_encoded(monkeypatch):
+    encoded = []
+    t = trainer_of().setup_predict()
+    on_call(monkeypatch, t.predictor.encoder, "encode_prompts", lambda prompts, *a, **kw: encoded.extend(prompts))
+    for scale in (1, 1.5):
+        t.predict(images(1), "make it blue", negative_prompt="blurry", **SMALL | dict(true_cfg_scale=scale))
+    assert encoded == ["make it blue", "make it blue", "blurry"]
+
+
+def test_seeds_are_those_that_torch_takes_in_63_bits():
+    assert edits.seeds_of([0, 2**63 - 1], 2) == [0, 2**63 - 1]
+    for wrong in (-1, 2**63):
+        with pytest.raises(ValueError, match="`seed` must be a whole number, 0 or more and below 2\\*\\*63"):
+            edits.seeds_of(wrong, 1)
+
+
+def test_the_schedule_in_a_header_counts_more_than_the_files_name():
+    own = dict(name="mine", steps=6)
+    adapters = [("my-Lightning-8steps.safetensors", {}), ("style.safetensors", dict(schedule=own))]
+    for order in (adapters, adapters[::-1]):
+        schedule, why = pick_schedule("auto", order)
+        assert schedule.steps == 6 and why == "in the header of style.safetensors"
+    schedule, why = pick_schedule("auto", adapters[:1])
+    assert schedule.steps == 8 and why.startswith("in the name of")
 
 
 def test_an_image_in_every_form_is_the_same(tmp_path):

@@ -23,7 +23,7 @@ def trainer_for(folder, name, **train):
     base = dict(output_dir=str(folder/name), max_train_steps=4, val_fraction=0, eval_at_start=False, eval_interval=0, save_interval=0, save_steps=2, ema_decay=0.9, device="cpu")
     return QwenImageEditTrainer(dict(
         preset="tiny", model=dict(modulation_table=False), data=dict(dataset_path=str(folder/"set"), image_size=[64, 64], batch_size=1), cache=dict(cache_dir=str(folder/"cache")),
-        train=base | train, optimizer=dict(lr=0.02), lr_scheduler=dict(warmup_steps=0, scheduler_type="constant"), logging=dict(report_to="none")))
+        train=base | train, optimizer=dict(lr=0.02), lr_scheduler=dict(warmup_steps=0, scheduler_type="constant"), logging=dict(report_to="none", log_dir=str(folder/"runs"))))
 
 
 def edit(t, folder): return t.predict(str(folder/"photo.png"), "make it blue", num_inference_steps=3, progress=False)
@@ -45,6 +45,14 @@ def test_after_ema_the_notebook_and_the_file_give_one_image(folder, capsys):
     t.adapters.ema = ema
     assert np.abs(raw.astype(int) - shown.astype(int)).max() > 1, "the mean is another adapter"
     same(edit(t, folder), shown)
+
+
+def test_an_adapter_that_is_loaded_after_a_run_is_used_without_the_runs_mean(folder):
+    t = trainer_for(folder, "loaded").fit()
+    newest = sorted((folder/"loaded"/"checkpoints").glob("epoch_*"))[-1]
+    raw = newest/"pytorch_lora_weights.safetensors" # as the last step left it
+    shown = edit(t.load_lora(raw), folder)
+    same(edit(trainer_for(folder, "raw").load_lora(raw), folder), shown)
 
 
 def test_the_weights_that_train_stay(folder):

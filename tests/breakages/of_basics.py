@@ -468,4 +468,32 @@ MUTATIONS: dict[str, Mutation] = {
         "test_the_held_out_loss_is_the_last_one_beside_the_first", [
         Change("widgets/training_panel", "numbers_html",
                'first = d["held_out"][0][1]', 'first = d["held_out"][-1][1]')]),
+    "a small image is zoomed by half a pixel": Mutation(
+        "tests/data/test_alignment.py::"
+        "test_a_small_image_may_be_zoomed_by_half_a_pixel_at_its_edge", [
+        Change("data/alignment_check", "CheckedPair.misfits", "max(ZOOMED, 1 / side)", "ZOOMED")]),
+    "pairs that cannot be read fit": Mutation(
+        "tests/data/test_alignment.py::test_pairs_that_cannot_be_read_do_not_fit", [
+        Change("data/alignment_check", "AlignmentReport.summary",
+               "n - len(self.misfits) - len(self.untold) - len(self.broken)",
+               "n - len(self.misfits) - len(self.untold)")]),
+    "odd values among images that were not read": Mutation(
+        "tests/data/test_alignment.py::"
+        "test_odd_values_are_counted_among_the_images_that_were_read", [
+        Change("data/alignment_check", "sampled_contents",
+               "counted_marks(marks, read)", "counted_marks(marks, len(samples))")]),
+    "half a pixel is resampled": Mutation(
+        "tests/data/test_alignment.py::test_less_than_a_pixel_is_left_as_it_is", [
+        Change("data/alignment_check", "_correction",
+               "displacement(a, size) < 0.75", "displacement(a, size) < 0.25")]),
+    "a control of another size is cut elsewhere": Mutation(
+        "tests/data/test_alignment.py::test_a_control_of_another_size_is_cut_where_the_target_is", [
+        Change("data/alignment_check", "aligned_images",
+               "*(box[:2] * scale)", "*(box[:2] / scale)")]),
+    "copies whose names differ in case alone": Mutation(
+        "tests/data/test_alignment.py::test_names_of_copies_differ_where_case_does_not_count", [
+        Change("data/alignment_check", "_name", "name.casefold() in taken", "name in taken")]),
+    "aligned copies get made-up captions": Mutation(
+        "tests/data/test_alignment.py::test_pairs_without_captions_are_copied_without_them", [
+        Change("data/alignment_check", "align_pairs", "s.prompt != NO_CAPTION", "True")]),
 }

@@ -279,4 +279,77 @@ MUTATIONS: dict[str, Mutation] = {
     "a terminal's progress bar has no loss": Mutation(
         "tests/test_logging.py::test_bar_on_a_terminal", [
         Change("core/display", "Progress.update", "if note:", "if not note:")]),
+    "a run on several GPUs must fit the largest": Mutation(
+        "tests/planning/test_machines.py::test_a_run_on_several_gpus_must_fit_the_smallest", [
+        Change("planning/decisions", "fits_gpus", "needed <= min(rooms)", "needed <= max(rooms)")]),
+    "two processes pin the memory of one": Mutation(
+        "tests/planning/test_machines.py::test_two_processes_pin_host_memory_twice", [
+        Change("planning/decisions", "choose_processes", "pinned * gpus", "pinned")]),
+    "two processes leave the last step out": Mutation(
+        "tests/planning/test_plan.py::test_two_processes_take_half_of_the_steps_and_no_pair_less", [
+        Change("planning/cards", "strategy_settings",
+               "-(-asked.max_train_steps // q.processes)",
+               "asked.max_train_steps // q.processes")]),
+    "an evaluation is logged at the log's interval only": Mutation(
+        "tests/test_logging.py::"
+        "test_an_evaluation_is_logged_with_its_step_whatever_the_interval_of_the_log", [
+        Change("training/stopping", "logged", "bool(state.metrics) or", "")]),
+    "steps that an earlier fit skipped count again": Mutation(
+        "tests/training/test_failed_runs.py::"
+        "test_steps_that_were_skipped_in_an_earlier_fit_do_not_count_again", [
+        Change("training/stopping", "judge_run",
+               "s.skipped - skipped < steps", "s.skipped < steps")]),
+    "a process without work counts another's": Mutation(
+        "tests/training/test_stopping.py::test_each_unit_of_work_counts_once_over_all_processes", [
+        Change("training/stopping", "shares", "u < n", "True")]),
+    "images after every step once they were asked for": Mutation(
+        "tests/training/test_stopping.py::test_images_are_made_once_for_each_request", [
+        Change("training/stopping", "asked_for_images", "state.sample_now = False", "pass")]),
+    "an error costs the steps since the last checkpoint": Mutation(
+        "tests/training/test_failed_runs.py::test_a_run_that_ends_with_an_error_is_saved_first", [
+        Change("training/stopping", "run_context",
+               "failed = state.processes > 1", "failed = True")]),
+    "an equal loss is a better one": Mutation(
+        "tests/training/test_stopping.py::test_an_equal_loss_is_no_better_checkpoint", [
+        Change("training/checkpoint", "CheckpointCallback.better",
+               "loss >= state.best[0]", "loss > state.best[0]")]),
+    "latest is not what its file names": Mutation(
+        "tests/training/test_stopping.py::"
+        "test_latest_is_the_checkpoint_that_its_file_names_while_it_is_complete", [
+        Change("training/checkpoint", "_latest", "named and is_complete(named)", "False")]),
+    "a run that is done is saved again": Mutation(
+        "tests/training/test_stopping.py::test_a_run_that_is_done_is_not_saved_again", [
+        Change("training/checkpoint", "CheckpointCallback.on_train_begin",
+               "trainer.global_step or None", "None")]),
+    "a negative prompt is encoded for nothing": Mutation(
+        "tests/test_predict.py::test_without_guidance_no_negative_prompt_is_encoded", [
+        Change("sampling/edits", "run_edits", "true_cfg_scale > 1", "true_cfg_scale >= 1")]),
+    "a seed of 64 bits": Mutation(
+        "tests/test_predict.py::test_seeds_are_those_that_torch_takes_in_63_bits", [
+        Change("sampling/edits", "seeds_of", "s < 2**63", "s <= 2**63")]),
+    "a file's name counts more than its header": Mutation(
+        "tests/test_predict.py::test_the_schedule_in_a_header_counts_more_than_the_files_name", [
+        Change("sampling/denoising", "pick_schedule",
+               'own = info.get("schedule")', 'own = None if named else info.get("schedule")')]),
+    "the mean of a run replaces a loaded adapter": Mutation(
+        "tests/test_saved_and_shown.py::"
+        "test_an_adapter_that_is_loaded_after_a_run_is_used_without_the_runs_mean", [
+        Change("training/run_adapters", "RunAdapters._load", "self.ema = None", "pass")]),
+    "the first adapter gives image sizes, even without any": Mutation(
+        "tests/lora/test_mixing.py::test_the_first_adapter_with_image_sizes_gives_them", [
+        Change("training/run_adapters", "info_of_sizes", "if sizes_in(info)", "if True")]),
+    "a file called default replaces the trained adapter": Mutation(
+        "tests/lora/test_mixing.py::"
+        "test_a_file_called_default_does_not_replace_the_trained_adapter", [
+        Change("lora/adapters", "parse_loras", '{"default", *given}', "{*given}")]),
+    "results of evaluate are taken for a run's": Mutation(
+        "tests/evaluation/test_compare.py::"
+        "test_results_of_a_run_are_those_of_its_own_evaluations", [
+        Change("evaluation/compare", "results_of",
+               'not re.fullmatch(r"(epoch|step)_\\d+", file.parent.name)', "False")]),
+    "guidance of the first column for all": Mutation(
+        "tests/evaluation/test_compare.py::"
+        "test_a_column_may_have_guidance_where_the_first_has_none", [
+        Change("evaluation/compare", "compare_edits",
+               "any(c.true_cfg_scale > 1 for c in columns)", "columns[0].true_cfg_scale > 1")]),
 }

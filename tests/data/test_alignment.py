@@ -256,6 +256,59 @@ def test_words_of_the_report():
     assert alignment_check.AlignmentReport(pairs[2:]).summary() == "1 of 1 pairs fit" and displacement(Alignment(3, 4, 1, 1, 0), (9, 9)) == pytest.approx(5)
 
 
+def test_a_small_image_may_be_zoomed_by_half_a_pixel_at_its_edge():
+    zoomed = Alignment(0, 0, 1.015, 1.015, 0, 0)
+    assert CheckedPair("small", zoomed, size=(60, 50)).misfits == []
+    assert CheckedPair("large", zoomed, size=(600, 500)).misfits == ["zoomed"]
+
+
+def test_pairs_that_cannot_be_read_do_not_fit():
+    fits = CheckedPair("a", Alignment(0.1, 0, 1, 1, 0, 0))
+    report = alignment_check.AlignmentReport([fits, CheckedPair("b", problem="it is no image")])
+    assert report.summary() == "1 of 2 pairs fit, 1 cannot be read ('b')"
+
+
+def test_odd_values_are_counted_among_the_images_that_were_read(tmp_path):
+    flat, whole = tmp_path/"flat.png", tmp_path/"whole.png"
+    Image.new("RGB", (64, 48), "white").save(flat)
+    photo(0, (64, 48)).save(whole)
+    samples = [Sample(f"{n}", flat, (whole,), "x") for n in range(9)]
+    few, = alignment_check.sampled_contents(samples, most=3)
+    assert few.startswith("one colour: 3 of 3 pairs (")
+    two_images = 2 * 64 * 48 / 1e6
+    fewer, = alignment_check.sampled_contents(samples, most=3, megapixels=1.5 * two_images)
+    assert fewer.startswith("one colour: 2 of 2 pairs ("), "fewer are read if they are large"
+
+
+def test_less_than_a_pixel_is_left_as_it_is():
+    control, target = pair(0.6)
+    assert aligned_images(control, target, Alignment(0.6, 0., 1., 1., 0.)) is None
+    assert aligned_images(control, target, Alignment(0.9, 0., 1., 1., 0.)) is not None
+
+
+def test_a_control_of_another_size_is_cut_where_the_target_is():
+    control, target = pair(4.)
+    twice = control.resize((2 * control.width, 2 * control.height), BICUBIC)
+    cut, moved = aligned_images(twice, target, Alignment(4., 0., 1., 1., 0.))
+    assert moved.size == (control.width - 4, control.height) and cut.size == (2 * moved.width, 2 * moved.height)
+    assert near(measure_alignment(cut, moved))
+    back, other = aligned_images(target.resize(twice.size, BICUBIC), control, Alignment(-4., 0., 1., 1., 0.))
+    assert near(measure_alignment(back, other)), "the left edge is cut off the control as well"
+
+
+def test_names_of_copies_differ_where_case_does_not_count(folder, tmp_path):
+    s = find_samples(folder)[0]
+    align_pairs(Samples([Sample(id, s.target, s.controls, "x") for id in ("IMG", "img")]), tmp_path/"out")
+    assert sorted(p.stem for p in (tmp_path/"out"/"training_images").glob("*.png")) == ["IMG", "img-2"]
+
+
+def test_pairs_without_captions_are_copied_without_them(folder, tmp_path):
+    for caption in (folder/"training_images").glob("*.txt"):
+        caption.unlink()
+    assert align_pairs(folder, tmp_path/"out")["aligned"] == ["0001"]
+    assert not list((tmp_path/"out").rglob("*.txt"))
+
+
 # --- where it is shown
 def test_the_viewer_marks_known_misfits_and_measures_on_demand(folder, monkeypatch):
     viewer = SampleViewer(str(folder))

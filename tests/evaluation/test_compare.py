@@ -33,6 +33,26 @@ def alone(files, name, image=IMAGE, prompt="make it blue", weight=1.0, seed=0, *
     return t.predict(image, prompt, seed=seed, progress=False, **SMALL | kw)
 
 
+def test_a_column_may_have_guidance_where_the_first_has_none(encoded):
+    t = trainer()
+    steps = SMALL["num_inference_steps"]
+    columns = [Column(f"{scale:g}", "base", steps=steps, true_cfg_scale=scale) for scale in (1., 4.)]
+    row, = compare_edits(t, IMAGE, "make it blue", columns=columns, height=48, width=64).images
+    assert sorted(encoded["prompt"]) == [" ", "make it blue"]
+    for image, column in zip(row, columns):
+        assert same(image, t.predict(IMAGE, "make it blue", progress=False, true_cfg_scale=column.true_cfg_scale, **SMALL))
+    assert not same(*row)
+
+
+def test_results_of_a_run_are_those_of_its_own_evaluations(tmp_path):
+    for name, steps in (("step_00000002", 2), ("epoch_0002", 4), ("base", 0), ("now", 4), ("step_00000004_now", 4)):
+        folder = tmp_path/"inference"/name
+        folder.mkdir(parents=True)
+        (folder/"held_out.json").write_text(json.dumps(dict(steps=steps, losses=dict(a=[1.]), name=name)))
+    found = comparison.results_of(tmp_path)
+    assert {step: result["name"] for step, result in found.items()} == {2: "step_00000002", 4: "epoch_0002"}
+
+
 @pytest.mark.slow
 def test_columns_equal_predict_and_inputs_are_encoded_once(files, encoded):
     t, images, prompts = trainer(), [IMAGE, [IMAGE, OTHER], IMAGE.copy()], ["make it blue", "make it blue", "remove it"]

@@ -12,11 +12,12 @@ from qie_nb.cli import main
 from qie_nb.config import make_config
 from qie_nb.sampling.denoising import SCHEDULES, as_schedule, steps_in_name
 from qie_nb.lora.formats import read_lora
-from qie_nb.lora.adapters import split_weight, write_lora
+from qie_nb.lora.adapters import parse_loras, split_weight, write_lora
 from qie_nb.models.components import restore_image_positions
 from qie_nb.models.quantizations.known import QUANTIZATIONS, library_version
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
+from qie_nb.training.run_adapters import info_of_sizes
 from helpers import COMPILES, OnStep, adapters_close, close_images as close, merged, settings, slow, small_areas, weekly, write_pairs
 from loras import bare, same, trained
 
@@ -285,6 +286,16 @@ def test_the_configuration_chooses_the_schedule(fast):
 @pytest.mark.parametrize("wrong", [dict(steps=0), dict(steps=2.5), dict(true_cfg_scale=math.nan), dict(scheduler=dict(shift="3")), dict(scheduler=dict(beta=1.0)), dict(code="x"), 3])
 def test_a_files_schedule_is_checked(wrong):
     with pytest.raises(ValueError, match="`schedule` (must be|has)"): as_schedule(wrong)
+
+
+def test_a_file_called_default_does_not_replace_the_trained_adapter():
+    assert [one.name for one in parse_loras(["loras/default.safetensors", "b.safetensors"])] == ["default_2", "b"]
+
+
+def test_the_first_adapter_with_image_sizes_gives_them():
+    sizes = dict(control_area=4096, vl_area=1024)
+    assert info_of_sizes([dict(variant="2511"), sizes, dict(control_area=9)]) == sizes
+    assert info_of_sizes([dict(variant="2511")]) == dict(variant="2511") and info_of_sizes([]) == {}
 
 
 def test_a_colon_in_a_path_is_no_weight(tmp_path, monkeypatch):

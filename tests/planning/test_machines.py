@@ -226,12 +226,12 @@ def test_two_processes_start_only_if_the_run_fits_each_gpu():
 
 def test_two_processes_pin_host_memory_twice():
     swapped = SMALL | dict(model={}, train=dict(blocks_to_swap=True))
-    one, two = (
+    one, enough_for_one, two = (
         make_plan(make_config(swapped), replace(KAGGLE, gpus=(T4, T4), memory=memory * GB), MODEL).processes
-        for memory in (60, 200)
+        for memory in (60, 100, 200)
     )
     assert (
-        (one.value, two.value) == (1, 2)
+        (one.value, enough_for_one.value, two.value) == (1, 1, 2)
         and "of host memory" in one.why
         and one.warning.startswith("one process: each process would pin")
     )
@@ -520,6 +520,11 @@ def facts_on(name, so_far=SoFar(), **sections):
 )
 def test_one_function_says_whether_a_run_fits(needed, gpus, used, host, fits):
     assert fits_gpus(needed * GB, [room_of(T4)] * gpus, used, **{k: v * GB for k, v in host.items()}) == fits
+
+
+def test_a_run_on_several_gpus_must_fit_the_smallest():
+    rooms = [20 * GB, 10 * GB]
+    assert fits_gpus(9 * GB, rooms, 2) and not fits_gpus(14 * GB, rooms, 2)
 
 
 def test_what_fits_each_machine():

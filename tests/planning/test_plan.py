@@ -11,7 +11,8 @@ from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.config import make_config
 from qie_nb.planning.memory import MemoryQuery, memory_of, memory_query, model_facts
 from qie_nb.planning.cards import run_seconds, step_seconds
-from qie_nb.planning.cards import GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name
+from qie_nb.planning.cards import (
+    GPUS, Gpu, encoder_settings, parse_gpu, plan, rank_cost, strategies, strategy_name, strategy_settings)
 
 SMALL = dict(num_layers=3, num_attention_heads=2, attention_head_dim=64, joint_attention_dim=128, in_channels=64)
 
@@ -34,6 +35,12 @@ def test_gpus_by_name(names, gpu):
 
 def test_a_wrong_resolution():
     with pytest.raises(ValueError, match="`resolution` must be a side or width x height in pixels, got 'big'"): plan(gpu="T4", resolution="big")
+
+
+def test_two_processes_take_half_of_the_steps_and_no_pair_less():
+    three = make_config(dict(train=dict(max_train_steps=3, num_processes=1)))
+    found = strategy_settings(MemoryQuery(processes=2), three)["train"]
+    assert (found["num_processes"], found["max_train_steps"]) == (2, 2)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def config_for(folder, name, **sections):
     base = dict(
         preset="tiny", data=dict(dataset_path=str(folder/"set"), image_size=[64, 64], batch_size=1), cache=dict(cache_dir=str(folder/"cache")),
         train=dict(output_dir=str(folder/name), max_train_steps=4, val_fraction=0, eval_at_start=False, eval_interval=0, save_interval=0, device="cpu"),
-        lr_scheduler=dict(warmup_steps=0, scheduler_type="constant"), logging=dict(report_to="none", log_every=1))
+        lr_scheduler=dict(warmup_steps=0, scheduler_type="constant"), logging=dict(report_to="none", log_every=1, log_dir=str(folder/"runs")))
     return {k: base.get(k, {}) if k == "preset" else base.get(k, {}) | sections.get(k, {}) for k in base.keys() | sections.keys()}
 
 
@@ -90,6 +90,34 @@ def test_a_long_row_of_such_losses_raises_too(folder):
     t = trainer_for(folder, "row", [NoLoss()], train=dict(max_train_steps=9))
     with pytest.raises(TrainingFailed, match="the loss was not finite in 5 steps in a row"): t.fit()
     assert t.global_step < 9
+
+
+class Fails(Callback):
+    """Raises an error after a step, as a full disk of a tracker does."""
+    def __init__(self, step): self.step = step
+    def on_step_end(self, t):
+        if t.global_step == self.step: raise ConnectionError("an error of the test")
+
+
+def test_a_run_that_ends_with_an_error_is_saved_first(folder):
+    with pytest.raises(ConnectionError, match="an error of the test"):
+        trainer_for(folder, "error", [Fails(3)]).fit()
+    assert [c.name for c in complete_checkpoints(folder/"error"/"checkpoints")] == ["step_00000003"]
+
+
+class FirstLosses(Callback):
+    """Makes the losses of the first steps infinite."""
+    def __init__(self, steps): self.steps = steps
+    def on_train_begin(self, t):
+        real = type(t)._compute_loss
+        t._compute_loss = lambda *a: real(t, *a) * (float("inf") if t.global_step < self.steps else 1)
+
+
+def test_steps_that_were_skipped_in_an_earlier_fit_do_not_count_again(folder):
+    t = trainer_for(folder, "earlier", [FirstLosses(3)]).fit()
+    assert t.state.skipped == 3 and t.state.stop == "done"
+    t.config.train.max_train_steps = 6
+    assert t.fit().state.stop == "done" and t.global_step == 6
 
 
 def test_one_skipped_step_is_no_failure(folder):

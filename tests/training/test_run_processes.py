@@ -395,8 +395,9 @@ def command_line(config, folder) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.weekly # with each change crash_trials.py sends these signals to the command of one process
 @pytest.mark.slow
-@pytest.mark.parametrize("stops, code", [weekly("", 0), weekly("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("stops, code", [("", 0), ("SIGINT", 130), ("SIGTERM", 143)])
 def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config, tmp_path):
     "It trained and saved, and then ended with a traceback, because the processes that `fit` started have no accelerator here."
     much = LONG if stops else dict(max_train_steps=2)
@@ -408,7 +409,7 @@ def test_the_command_ends_with_the_code_of_how_the_run_ended(stops, code, config
     assert "Traceback" not in text and (tmp_path/"out"/"lora"/"pytorch_lora_weights.safetensors").is_file(), text
 
 
-@pytest.mark.weekly # with each change `fit` loses a process, and the command gets a signal
+@pytest.mark.weekly # with each change `fit` loses a process
 @pytest.mark.slow
 def test_the_command_ends_with_an_error_if_a_process_dies(config, tmp_path):
     process = command_line(config("out", num_processes=2, **LONG), tmp_path)

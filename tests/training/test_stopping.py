@@ -9,6 +9,7 @@ from helpers import OnStep, StopAt, merged, on_call, settings, slow, write_pairs
 from crash_trials import complete, differ, log_rows, outcome
 from qie_nb.planning.plan import Planner
 from qie_nb.training import checkpoint, stopping
+from qie_nb.training.callbacks import RunState
 from qie_nb.training.checkpoint import complete_checkpoints, is_complete, keep_newest
 from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
@@ -255,6 +256,23 @@ def test_only_skipped_steps_that_follow_each_other_make_a_row():
     assert rows == [(2, 1), (4, 2), (5, 1), (8, 2), (8, 2)], "a row goes on over a reading"
 
 
+@pytest.mark.parametrize("how", ["button", "file"])
+def test_images_are_made_once_for_each_request(how, tmp_path):
+    state = RunState(sample_now=how == "button")
+    if how == "file": (tmp_path/"sample_now").touch()
+    t = SimpleNamespace(state=state, checkpoint_root=lambda: tmp_path)
+    assert [stopping.asked_for_images(t) for _ in range(2)] == [True, False]
+
+
+def test_each_unit_of_work_counts_once_over_all_processes():
+    "The last process has nothing left for the last round, and takes part without being counted."
+    for units, processes in ((3, 2), (4, 2), (1, 3), (7, 3)):
+        parts = [stopping.shares(units, SimpleNamespace(accelerator=SimpleNamespace(process_index=k, num_processes=processes)))
+                 for k in range(processes)]
+        assert len({len(part) for part in parts}) == 1, "all processes are called equally often"
+        assert sorted(unit for part in parts for unit, counts in part if counts) == list(range(units))
+
+
 @pytest.mark.parametrize("value", [float("nan"), slow(float("inf"))])
 def test_a_step_that_is_not_finite_changes_nothing(value, world, tmp_path):
     t = poison(world.trainer(tmp_path), {1, 4}, value).fit()
@@ -311,6 +329,29 @@ def test_the_newest_and_the_best_are_kept(best, n, left, world, tmp_path):
     if best: (root/"best").write_text(f"step_{best:08d}")
     gone = keep_newest(root, n)
     assert kept(tmp_path) == left and len(gone) == 8 - len(left)
+
+
+def test_an_equal_loss_is_no_better_checkpoint():
+    saver, seen = checkpoint.CheckpointCallback(), []
+    for step, loss in ((0, 3.), (2, 2.), (4, 2.), (6, 1.)):
+        state = RunState(global_step=step, best=seen[-1] if seen else None, metrics=dict(held_out_loss=loss))
+        saver.better(state)
+        seen.append(state.best)
+    assert seen == [(3., ""), (2., "step_00000002"), (2., "step_00000002"), (1., "step_00000006")]
+
+
+def test_latest_is_the_checkpoint_that_its_file_names_while_it_is_complete(world, tmp_path):
+    root = shutil.copytree(world.whole/"checkpoints", tmp_path/"checkpoints")
+    (root/"latest").write_text("step_00000003")
+    assert checkpoint.find_checkpoint("latest", root).name == "step_00000003"
+    (root/"step_00000003"/"COMPLETE").unlink()
+    assert checkpoint.find_checkpoint("latest", root).name == latest(world.whole).name
+
+
+def test_a_run_that_is_done_is_not_saved_again(world, tmp_path):
+    t = world.trainer(tmp_path, train=dict(max_train_steps=2)).fit()
+    before = files_of(tmp_path)
+    assert t.fit().global_step == 2 and files_of(tmp_path) == before
 
 
 def test_nothing_is_removed_before_the_newer_one_is_complete(world, tmp_path, monkeypatch):
