@@ -1,10 +1,13 @@
 """The image in the notebook is the image of the file; what predict refuses before it computes."""
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from qie_nb import QwenImageEditTrainer
 from qie_nb.cli import main
+from qie_nb.lora.formats import lora_info
 from qie_nb.models.variants.base import VARIANTS
 from qie_nb.sampling.edits import as_image
 from qie_nb.tiny.photos import make_pairs
@@ -53,6 +56,10 @@ def test_an_adapter_that_is_loaded_after_a_run_is_used_without_the_runs_mean(fol
     raw = newest/"pytorch_lora_weights.safetensors" # as the last step left it
     shown = edit(t.load_lora(raw), folder)
     same(edit(trainer_for(folder, "raw").load_lora(raw), folder), shown)
+    file = t.save_lora(folder/"loaded"/"lora")
+    assert lora_info(file)["weights"] == "raw"
+    saved, loaded = load_file(file), load_file(raw)
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[k], loaded[k]) for k in saved)
 
 
 def test_the_weights_that_train_stay(folder):

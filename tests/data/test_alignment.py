@@ -298,8 +298,8 @@ def test_a_control_of_another_size_is_cut_where_the_target_is():
 
 def test_names_of_copies_differ_where_case_does_not_count(folder, tmp_path):
     s = find_samples(folder)[0]
-    align_pairs(Samples([Sample(id, s.target, s.controls, "x") for id in ("IMG", "img")]), tmp_path/"out")
-    assert sorted(p.stem for p in (tmp_path/"out"/"training_images").glob("*.png")) == ["IMG", "img-2"]
+    align_pairs(Samples([Sample(id, s.target, s.controls, "x") for id in ("img", "IMG")]), tmp_path/"out")
+    assert sorted(p.stem for p in (tmp_path/"out"/"training_images").glob("*.png")) == ["IMG-2", "img"]
 
 
 def test_pairs_without_captions_are_copied_without_them(folder, tmp_path):
