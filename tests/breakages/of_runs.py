@@ -352,4 +352,17 @@ MUTATIONS: dict[str, Mutation] = {
         "test_a_column_may_have_guidance_where_the_first_has_none", [
         Change("evaluation/compare", "compare_edits",
                "any(c.true_cfg_scale > 1 for c in columns)", "columns[0].true_cfg_scale > 1")]),
+    "the time of an earlier fit is forgotten": Mutation(
+        "tests/training/test_stopping.py::"
+        "test_the_time_of_earlier_fits_counts_and_the_pause_between_them_does_not", [
+        Change("training/callbacks", "RunClock.start_clock", "self.spent = self.seconds", "pass")]),
+    "an image a little further is always near enough": Mutation(
+        "tests/evaluation/test_advice.py::"
+        "test_an_image_near_its_target_may_be_a_little_further_than_before", [
+        Change("evaluation/validation_loss", "progress_of_images",
+               "m.image < m.control / 2", "m.image < m.control")]),
+    "settings alone are a cause": Mutation(
+        "tests/evaluation/test_advice.py::test_settings_alone_are_no_cause", [
+        Change("evaluation/validation_loss", "causes_of",
+               "not set(known) & set(MEASURED)", "False")]),
 }

@@ -14,6 +14,7 @@ from qie_nb.evaluation.validation_loss import (
     advise,
     causes_of,
     doubt,
+    progress_of_images,
     readings,
 )
 from qie_nb.tiny.photos import make_pairs
@@ -56,6 +57,17 @@ def test_recorded_runs_get_the_right_cause_or_none():
     assert not found.get("wrong") and not found.get("false alarm"), found
     bad = sum(bool(run["cause"]) for run in RUNS)
     assert len(found["right"]) >= 0.45 * bad and bad >= 24
+
+
+def test_an_image_near_its_target_may_be_a_little_further_than_before():
+    "A few grey levels say nothing where the untouched control is more than twice as far."
+    near, far = (Measures(step=60, image=20., image_before=15., control=control) for control in (43., 30.))
+    assert (progress_of_images(near), progress_of_images(far)) == ("follow", "further")
+
+
+def test_settings_alone_are_no_cause():
+    unmeasured = readings(Measures(step=60, steps=4, pairs=5, dropout=1., alpha=0.01))
+    assert causes_of(unmeasured, certain=False) == []
 
 
 def test_an_image_that_did_not_follow_is_never_called_better():

@@ -331,6 +331,13 @@ def test_the_newest_and_the_best_are_kept(best, n, left, world, tmp_path):
     assert kept(tmp_path) == left and len(gone) == 8 - len(left)
 
 
+def test_the_time_of_earlier_fits_counts_and_the_pause_between_them_does_not():
+    state = RunState(began=time.time() - 3600, ended=time.time() - 3540, spent=5.)
+    assert state.seconds == pytest.approx(65, abs=1)
+    state.start()
+    assert state.seconds == pytest.approx(65, abs=1) and state.ended is None
+
+
 def test_an_equal_loss_is_no_better_checkpoint():
     saver, seen = checkpoint.CheckpointCallback(), []
     for step, loss in ((0, 3.), (2, 2.), (4, 2.), (6, 1.)):
