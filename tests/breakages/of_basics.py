@@ -496,4 +496,15 @@ MUTATIONS: dict[str, Mutation] = {
     "aligned copies get made-up captions": Mutation(
         "tests/data/test_alignment.py::test_pairs_without_captions_are_copied_without_them", [
         Change("data/alignment_check", "align_pairs", "s.prompt != NO_CAPTION", "True")]),
+    "points of a curve stand for fewer and fewer steps": Mutation(
+        "tests/widgets/test_loss_curve.py::"
+        "test_a_full_curve_has_points_that_stand_for_equally_many_steps", [
+        Change("widgets/loss_curve", "Curve.add", "self.stride *= 2", "pass")]),
+    "a falling loss is drawn rising": Mutation(
+        "tests/widgets/test_loss_curve.py::test_a_lower_loss_is_drawn_lower", [
+        Change("widgets/loss_curve", "CurveAxes.y", "self.hi - within", "within - self.lo")]),
+    "held-out losses outside of the drawing": Mutation(
+        "tests/widgets/test_loss_curve.py::"
+        "test_the_axes_hold_all_held_out_losses_and_no_single_outlier", [
+        Change("widgets/loss_curve", "curve_axes", "(*smooth(loss), *held_out)", "smooth(loss)")]),
 }

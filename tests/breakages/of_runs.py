@@ -365,4 +365,33 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/evaluation/test_advice.py::test_settings_alone_are_no_cause", [
         Change("evaluation/validation_loss", "causes_of",
                "not set(known) & set(MEASURED)", "False")]),
+    "a report does not count warnings": Mutation(
+        "tests/planning/test_doctor.py::test_a_report_counts_what_is_less_than_an_error", [
+        Change("planning/report", "DoctorReport._summary", "LEVELS[1:3]", "LEVELS[2:3]")]),
+    "what is too large fits": Mutation(
+        "tests/planning/test_doctor.py::"
+        "test_a_report_says_what_the_smallest_strategy_needs_if_none_fits", [
+        Change("planning/report", "DoctorReport._fit", "not p.chosen", "False")]),
+    "an error does not stop the doctor": Mutation(
+        "tests/planning/test_doctor.py", [
+        Change("planning/report", "DoctorReport.stop",
+               'errors = self.of("error")', 'errors = self.of("warning")')]),
+    "two encoders take the room of the larger one": Mutation(
+        "tests/planning/test_machines.py::test_as_many_samples_are_encoded_at_once_as_fit", [
+        Change("planning/parts", "choose_encode_batch",
+               "sum(facts.weights[part] for part in here)",
+               "max(facts.weights[part] for part in here)")]),
+    "an image is decoded again where memory ran out": Mutation(
+        "tests/planning/test_machines.py::test_what_ran_out_of_memory_once_is_decoded_on_the_cpu", [
+        Change("planning/parts", "choose_decoder", "if failed:", "if False:")]),
+    "the largest of two GPUs holds the text encoder": Mutation(
+        "tests/planning/test_machines.py::test_the_facts_of_a_text_encoder", [
+        Change("planning/parts", "encoder_room",
+               "min(map(room_of, machine.gpus))", "max(map(room_of, machine.gpus))")]),
+    "the target's size alone counts for encoding": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_the_largest_image_of_a_pair_decides_about_the_text_encoder", [
+        Change("planning/parts", "text_encoder_facts",
+               'max(width * height, config.data.control_area or components.areas["control_area"])',
+               "width * height")]),
 }

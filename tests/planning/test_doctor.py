@@ -223,6 +223,20 @@ def test_no_plan_after_an_error(machine, real, monkeypatch):
 
 
 # --- the report
+def test_a_report_counts_what_is_less_than_an_error():
+    warning, note, fine = (Finding("a", "b", level, "c") for level in ("warning", "note", "ok"))
+    first = repr(DoctorReport([warning, note, note, fine])).splitlines()[0]
+    assert first == "Ready to run. 1 warning, 2 notes"
+    assert repr(DoctorReport([Finding("GPU", "b", "error"), note])).splitlines()[0] == "Cannot run: GPU. 1 note"
+    assert repr(DoctorReport([fine])).splitlines()[0] == "Ready to run"
+
+
+def test_a_report_says_what_the_smallest_strategy_needs_if_none_fits():
+    fits, too_large = (repr(DoctorReport([], plan=plan("2511", gpu, 1024))).splitlines()[0] for gpu in ("H100", 4))
+    assert re.match(r"fits: yes, [\d.]+ of 84.9 GB GPU memory, about .* samples", fits), fits
+    assert re.fullmatch(r"fits: no, [\d.]+ of 4.0 GB GPU memory at least", too_large), too_large
+
+
 def test_report_is_escaped():
     report = DoctorReport([Finding("<i>", "<b>", "error", "<u>"), Finding("a", "b")])
     page = report._repr_html_()

@@ -31,6 +31,7 @@ from qie_nb.planning.decisions import (
 )
 from qie_nb.planning.facts import (
     UNKNOWN,
+    DecodingFacts,
     EncodingFacts,
     GpuInfo,
     Machine,
@@ -58,6 +59,7 @@ from qie_nb.planning.plan import (
 )
 from qie_nb.planning.parts import (
     PredictionFacts,
+    choose_decoder,
     choose_encode_batch,
     choose_part_devices,
     choose_placement,
@@ -447,6 +449,9 @@ def test_as_many_samples_are_encoded_at_once_as_fit():
     for weights, batch in ((dict(vae=GB // 4, text_encoder=33 * GB), 1), (dict(vae=0, text_encoder=0), 2)):
         facts = EncodingFacts(one_gpu, weights, work, {"cuda:0": 26 * GB})
         assert choose_encode_batch("auto", facts).value == batch
+    both = dict.fromkeys(one_gpu, 6 * GB)
+    beside_both = EncodingFacts(one_gpu, both, dict.fromkeys(one_gpu, 1 * GB), {"cuda:0": 20 * GB})
+    assert choose_encode_batch("auto", beside_both).value == 2, "8 GB stay free beside both encoders"
     assert values("encode_batch", cache=dict(batch_size=7)) == on(7)
     assert plan_on("no GPU").encode_batch == Choice(1, "nothing is gained on cpu", "cache.batch_size")
     assert plan_on("T4").encode_batch is None, "the memory is read when something is encoded"
@@ -714,7 +719,25 @@ def test_the_facts_of_a_text_encoder(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: "old")
     assert "nf4" not in text_encoder_facts(Parts(tmp_path), config, machine, plan).bytes, "it cannot run there"
     unequal = replace(machine, gpus=(RTX4090, T4))
-    assert encoder_room(unequal, "cuda:0") == encoder_room(unequal, "cuda:1"), "all processes choose the same"
+    assert [encoder_room(unequal, device) for device in ("cuda:0", "cuda:1")] == [room_of(T4)] * 2, (
+        "all processes choose the same"
+    )
+
+
+def test_the_largest_image_of_a_pair_decides_about_the_text_encoder(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (7, 5))
+    for side, control in ((512, 1024), (1024, 512)):
+        config = make_config(dict(data=dict(image_size=[side, side], control_area=control * control)))
+        found = text_encoder_facts(Parts(tmp_path), config, MACHINES["T4"], plan_on("T4"))
+        assert found == text_facts("T4", 1024)
+
+
+def test_what_ran_out_of_memory_once_is_decoded_on_the_cpu():
+    fits = DecodingFacts("cuda:0", needed=1 * GB, free=9 * GB)
+    main = Choice("cuda:0")
+    assert choose_decoder(main, fits).value == "cuda:0"
+    assert choose_decoder(main, fits, failed="cuda:0").value == "cpu"
+    assert choose_decoder(main, replace(fits, needed=9.5 * GB)).value == "cpu"
 
 
 # --- settings that decide instead, and presets
