@@ -394,4 +394,18 @@ MUTATIONS: dict[str, Mutation] = {
         Change("planning/parts", "text_encoder_facts",
                'max(width * height, config.data.control_area or components.areas["control_area"])',
                "width * height")]),
+    "the shared part of prompts is planned twice": Mutation(
+        "tests/planning/test_disk_space.py::test_a_prompts_shared_part_is_stored_once", [
+        Change("planning/disk_space", "sample_bytes", "share_prefix and s.images", "False")]),
+    "edit masks take no room": Mutation(
+        "tests/planning/test_disk_space.py::test_a_prompts_shared_part_is_stored_once", [
+        Change("planning/disk_space", "sample_bytes", "masks and s.controls", "False")]),
+    "images of an evaluation take no room": Mutation(
+        "tests/planning/test_disk_space.py::test_images_of_an_evaluation_are_a_part_of_the_logs", [
+        Change("planning/disk_space", "log_bytes", "2 * shown + 4 * edits", "2 * shown")]),
+    "identity pairs take no room": Mutation(
+        "tests/planning/test_disk_space.py::test_identity_pairs_need_room_too", [
+        Change("planning/disk_space", "cache_items",
+               "samples[:identity_count(len(samples), config.data.identity_share)]",
+               "samples[:0]")]),
 }

@@ -168,3 +168,34 @@ def test_a_checkpoint_has_the_mean_of_the_adapter_too(tmp_path):
     adapter = disk.run_items(make_config(settings(tmp_path, tmp_path) | REAL),
                              memory_query(make_config(REAL), model_facts("2511")[0]))[1].bytes
     assert planned(ema_decay=0.9) - planned() == pytest.approx(adapter, rel=0.02)
+
+
+def test_a_prompts_shared_part_is_stored_once():
+    "Numbers of 4 bytes and width 100, so that headers and whole blocks are small beside them."
+    query = replace(memory_query(make_config({}), model_facts("tiny")[0]), text_dim=100, base_bytes=4)
+    sample = disk.SampleTokens(target=64, controls=(64,), images=1000, text=50)
+    prompts = [disk.sample_bytes(sample, query, share_prefix=share)[1] / 400 for share in (True, False)]
+    own = (50 + disk.TEMPLATE) + (1 + disk.TEMPLATE) # tokens of the prompt and of the empty one
+    assert prompts == pytest.approx([1000 + own, 2 * 1000 + own], abs=4 * disk.BLOCK / 400)
+    with_mask, without = (disk.sample_bytes(sample, query, masks=masks)[0] for masks in (True, False))
+    assert with_mask - without == disk.BLOCK, "an edit mask is a byte a latent pixel"
+
+
+def test_images_of_an_evaluation_are_a_part_of_the_logs():
+    def log_bytes(**train):
+        sections = dict(data=dict(image_size=[96, 96]), train=dict(max_train_steps=80, eval_steps=20) | train)
+        return disk.log_bytes(make_config(sections | dict(logging=dict(log_images=False))), pairs=50)
+    without, two, own = log_bytes(eval_images=0), log_bytes(eval_images=2), log_bytes(
+        eval_images=1, samples=[dict(image="a.png", prompt="x")])
+    evaluations, pictures = 2 + 80 // 20, 4 # of each image: in the log and in the folder, with its pair
+    assert two - without == own - without == 2 * evaluations * pictures * disk.IMAGE * 96 * 96
+
+
+def test_identity_pairs_need_room_too():
+    def latents(**data):
+        config = make_config(dict(model=dict(pretrained_model_name_or_path="tiny"), data=data))
+        query = memory_query(config, model_facts("tiny")[0])
+        samples = [disk.SampleTokens(target=4096, controls=(4096,), images=100, text=10)] * 40
+        return next(item.bytes for item in disk.cache_items(config, query, samples) if item.what == "latents")
+    plain = latents()
+    assert latents(identity_share=0.5) > 1.2 * plain
