@@ -408,4 +408,20 @@ MUTATIONS: dict[str, Mutation] = {
         Change("planning/disk_space", "cache_items",
                "samples[:identity_count(len(samples), config.data.identity_share)]",
                "samples[:0]")]),
+    "an old checkpoint held a tenth out": Mutation(
+        "tests/training/test_run_data.py::test_what_a_checkpoint_held_out", [
+        Change("training/run_data", "used_fraction",
+               'train.get("val_fraction", 0)', 'train.get("val_fraction", 0.1)')]),
+    "masks of pairs erase mask images": Mutation(
+        "tests/training/test_run_data.py::"
+        "test_masks_of_images_and_of_pairs_are_the_weights_of_their_own_samples", [
+        Change("training/run_data", "with_edit_masks", "if given is None else given.clone()", "")]),
+    "a pair's mask replaces its mask image": Mutation(
+        "tests/training/test_run_data.py::test_a_mask_image_counts_more_than_the_pair", [
+        Change("training/run_data", "edit_masked",
+               "s.mask is None and bool(s.controls)", "bool(s.controls)")]),
+    "a subset drops other captions": Mutation(
+        "tests/training/test_run_data.py::"
+        "test_a_subset_drops_the_captions_that_the_data_set_drops", [
+        Change("training/run_data", "RunData.subset", "out.seed = dataset.seed", "pass")]),
 }
