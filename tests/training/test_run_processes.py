@@ -18,7 +18,7 @@ from qie_nb.training.checkpoint import complete_checkpoints
 from qie_nb.training.run_processes import (
     Watched, job_config, processes_to_start, state_message, sum_reports)
 
-from helpers import PATIENCE, OnStep, finish, on_call, settings, wait_for, weekly, write_pairs
+from helpers import PATIENCE, OnStep, finish, on_call, settings, wait_for, write_pairs
 
 SITE, ROOT = Path(__file__).parent/"started_processes", Path(__file__).parents[2]
 LONG = dict(num_epochs=1000, max_train_steps=4000)
