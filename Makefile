@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # tests run in two processes with one thread each; MKL reads MKL_CBWR when torch is loaded and then gives equal bits on every CPU
 WORKERS ?= 2
-# options of pip; with --no-compile, as CI has it, each module is compiled by the first process that imports it
-PIP_OPTIONS ?=
+# UV=uv installs with uv instead of pip: half a minute instead of two and a half; uv reads settings of its own, not pip's
+UV ?=
+install_into = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip install -q)
 ONE := OMP_NUM_THREADS=1 MKL_CBWR=AUTO,STRICT
 export PATH := $(abspath $(BIN)):$(PATH)
 export TOKENIZERS_PARALLELISM := false
@@ -21,7 +22,7 @@ install: $(VENV)/.ready
 
 $(VENV)/.ready: settings.ini setup.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_OPTIONS) -e ".[dev]"
+	$(call install_into,$(VENV)) -e ".[dev]"
 	touch $@
 
 demo: $(VENV)/.ready ## precompute, train and predict with the tiny model and real photographs
@@ -74,7 +75,7 @@ space: $(VENV)/.ready $(VENV)-space/.ready ## the app of a Hugging Face Space, w
 # an environment with one JupyterLab and its ipywidgets, or gradio, which come before what is installed in $(VENV)
 $(VENV)-%/.ready: tests/end_to_end/browser/%.txt
 	$(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install -q $(PIP_OPTIONS) -r $<
+	$(call install_into,$(VENV)-$*) -r $<
 	$(PYTHON) -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib', 'posix_prefix', dict(base='$(abspath $(VENV))')))" > "$$($(VENV)-$*/bin/python -c "import sysconfig as s; print(s.get_path('purelib'))")/main.pth"
 	touch $@
 
