@@ -59,14 +59,17 @@ def usage(facts:dict, where:str) -> str: # as in `model_card`
     name = facts.get("pipeline") or "QwenImageEditPlusPipeline"
     image = "[image]" if facts.get("several_images", True) else "image"
     prompt = " ".join(next((c for c in facts.get("captions") or () if c.strip()), "what to change").split())
+    how = facts.get("schedule") or {} # stored with the LoRA; else the model's own
+    changes = how.get("scheduler") or {}
+    scheduler = f"pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **{changes!r})\n"
     first = "import inspect\n" if facts.get("image_positions") == "3d" else ""
     return first + f'''import torch
 from diffusers import {name}
 from diffusers.utils import load_image
 
-{loading_code(facts, repr(where))}image = load_image("input.png")
-image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_scale=4.0,
-             num_inference_steps=20).images[0]
+{loading_code(facts, repr(where))}{scheduler if changes else ""}image = load_image("input.png")
+image = pipe(image={image}, prompt={prompt!r}, negative_prompt=" ", true_cfg_scale={how.get("true_cfg_scale", 4.0)!r},
+             num_inference_steps={how.get("steps", 20)!r}).images[0]
 image.save("output.png")'''
 
 # %% ../../nbs/lora/03_model_card.ipynb #319d50e0

@@ -89,8 +89,8 @@ class RunPosition:
             self.position = 0
         self.epoch_ended = self.global_step > 0 and self.position == 0
         steps_per_epoch = -(-batches // per_step)
-        done = -(-self.position // per_step) # steps of the current epoch
-        begun = self.global_step - done # at the current epoch
+        left = -(-(batches - self.position) // per_step) # steps until the current epoch ends
+        begun = self.global_step + left - steps_per_epoch # at the current epoch, had its steps been like these
         steps = length.steps_of(per_step * batch_size)
         if steps is None: # an earlier epoch may have had other batches
             epochs = length.epochs or self.epoch # without steps a length has epochs

@@ -461,7 +461,7 @@ class RunAdapters:
         file = self._write(path, info, format, small)
         if file is None: return None
         if card and file.parent == Path(path) and own_card(file.parent):
-            write_model_card(path, self.card_facts())
+            write_model_card(path, self.card_facts() | info)
         which = "LoRA" if self.weights_name == "raw" else "EMA of the LoRA"
         size = size_text(file.stat().st_size)
         print(f"{which} of step {self.state.global_step}: {file} ({size})")

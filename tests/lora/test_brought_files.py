@@ -221,6 +221,7 @@ ALPHAS = { # (header, adapter_config.json, .alpha tensor or None, scale)
     "peft's file with patterns": ({}, dict(r=16, lora_alpha=16, rank_pattern={"to_q": 4}, alpha_pattern={B0: 6}), None, 1.5),
     "peft's file against the header": (header(r=4, lora_alpha=12), dict(r=4, lora_alpha=8), None, 3),
     "peft's file against plain": (dict(lora_alpha="12"), dict(r=4, lora_alpha=8), None, 2),
+    "tensor above the header": (header(r=4, lora_alpha=2), None, 8., 2),
     "tensor against all": (header(r=4, lora_alpha=12) | dict(ss_network_alpha="16"), dict(r=4, lora_alpha=8), 4., 1),
 }
 
@@ -239,12 +240,14 @@ def test_alpha_from_every_place(meta, side, tensor, scale, tmp_path, capsys):
     assert ("has two alphas" in capsys.readouterr().out) == (places > 1), "a disagreement is one note"
 
 
-def test_alphas_of_single_layers_stay(tmp_path):
+def test_alphas_of_single_layers_stay(tmp_path, capsys):
+    "A header has the alpha of one of them, which is no second opinion."
     tensors = two() | two(B1) | {f"transformer.{B0}.alpha": torch.tensor(8.), f"transformer.{B1}.alpha": torch.tensor(2.)}
     tr = bare()
-    lora.load_lora(tr, tensors_file(tmp_path, **tensors))
+    lora.load_lora(tr, tensors_file(tmp_path, dict(ss_network_alpha="8"), **tensors))
     assert tr.transformer_blocks[0].attn.to_q.scaling["default"] == 2
     assert tr.transformer_blocks[1].attn.to_k.scaling["default"] == 0.5
+    assert "two alphas" not in capsys.readouterr().out
 
 
 SIDES = {
@@ -252,6 +255,7 @@ SIDES = {
     "DoRA without magnitudes": (dict(r=4, lora_alpha=4, use_dora=True), "is a DoRA by adapter_config.json beside it, but has no magnitudes"),
     "whole layers": (dict(r=4, lora_alpha=4, modules_to_save=["img_in"]), "has `modules_to_save`"),
     "biases": (dict(r=4, lora_alpha=4, bias="lora_only"), "has trained biases"),
+    "all biases": (dict(r=4, lora_alpha=4, bias="all"), "has trained biases"),
     "PiSSA": (dict(r=4, lora_alpha=4, init_lora_weights="pissa_niter_4"), "was trained on changed base weights"),
     "NaN": (dict(r=4, lora_alpha=math.nan), "has an impossible `lora_alpha` in adapter_config.json beside it"),
     "1e30": (dict(r=4, lora_alpha=1e30), "has an impossible `lora_alpha`"),

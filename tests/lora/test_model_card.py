@@ -14,6 +14,7 @@ from qie_nb.lora import adapters as lora
 from qie_nb.lora.formats import COMFY_NAME, WEIGHT_NAME
 from qie_nb.lora.model_card import card_settings, model_card, published, push_to_hub, write_model_card
 from qie_nb.models.components import VARIANTS
+from qie_nb.sampling.denoising import SCHEDULES
 from qie_nb.tiny.random_models import tiny_folder
 from helpers import slow, small_areas
 from loras import http_error, trained, written
@@ -46,19 +47,26 @@ def test_header_is_yaml_with_known_facts_only(tmp_path):
     assert model_card({}).count("\n## ") == 1, "unknown parts are omitted"
 
 
-@pytest.mark.parametrize("variant", [slow("v1"), "2511"])
-def test_usage_code_runs(variant, tmp_path, monkeypatch):
+LIGHTNING = vars(SCHEDULES["lightning"])
+
+
+@pytest.mark.parametrize("variant, schedule", [slow("v1", None), ("2511", None), ("2511", LIGHTNING)])
+def test_usage_code_runs(variant, schedule, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lora.save_lora(trained(variant), "lora")
     Image.new("RGB", (64, 64), "red").save("input.png")
     v = VARIANTS[variant]
     facts = FACTS | dict(variant=variant, pipeline=v.pipeline, several_images=v.multi_image,
-                         base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"])
+                         base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"], schedule=schedule)
     code = re.search(r"```python\n(.*?)\n```", write_model_card("lora", facts, where=str(tmp_path/"lora")).read_text(), re.S)[1]
-    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), ("num_inference_steps=20", "num_inference_steps=2, height=32, width=32")):
+    steps = f"num_inference_steps={schedule['steps'] if schedule else 20}"
+    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), (steps, "num_inference_steps=2, height=32, width=32")):
         assert old in code
         code = code.replace(old, new)
-    with small_areas(variant, 96 * 96, 112 * 112): exec(code, {})
+    made = {}
+    with small_areas(variant, 96 * 96, 112 * 112): exec(code, made)
+    if schedule:
+        assert {k: made["pipe"].scheduler.config[k] for k in schedule["scheduler"]} == schedule["scheduler"] and "true_cfg_scale=1.0" in code
     assert np.asarray(Image.open("output.png")).shape == (32, 32, 3)
 
 

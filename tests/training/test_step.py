@@ -4,6 +4,7 @@ import torch
 from diffusers import QwenImageEditPlusPipeline
 
 from qie_nb.models import flow_matching as flow
+from qie_nb.core.choice import RunLength
 from qie_nb.data.batches import collate
 from qie_nb.data.dataset import loader
 from qie_nb.encoding.encoder import encode_prompt
@@ -98,6 +99,16 @@ def test_losses_of_a_split_batch_are_in_the_order_of_its_samples(pairs, tmp_path
 def test_another_loader_is_taken_up_where_the_run_stopped():
     state = RunState(position=2)
     assert [list(g) for g in BatchStream([dict(prompt=["x"], n=n) for n in range(5)], 2, []).groups(state)] == [[dict(prompt=["x"], n=2), dict(prompt=["x"], n=3)], [dict(prompt=["x"], n=4)]]
+
+
+@pytest.mark.parametrize("position", range(8))
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_a_run_is_planned_to_the_end_of_its_epoch_wherever_a_forced_resume_takes_it_up(position, accumulated):
+    "Its earlier steps may have had another number of batches."
+    state, epoch = RunState(position=position, global_step=5), [dict(prompt=["x"]) for _ in range(8)]
+    state.plan_lengths(RunLength(epochs=1), len(epoch), accumulated)
+    assert state.max_steps == 5 + len(list(BatchStream(epoch, accumulated, []).groups(state)))
+    assert state.num_epochs == 1
 
 
 @pytest.mark.slow
