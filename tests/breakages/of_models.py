@@ -408,4 +408,36 @@ MUTATIONS: dict[str, Mutation] = {
         Change("devices/strategies/ways", "weight_loader",
                "for strategy in asked: why = strategy.problem(facts)",
                "for strategy in asked[:1]:\n    why = strategy.problem(facts)")]),
+    "a header's smaller alpha wins": Mutation(
+        "tests/lora/test_brought_files.py::test_alpha_from_every_place", [
+        Change("lora/formats", "_agrees",
+               'told != parts["alpha"].float()', 'told > parts["alpha"].float()')]),
+    "one layer's alpha is a disagreement": Mutation(
+        "tests/lora/test_brought_files.py::test_alphas_of_single_layers_stay", [
+        Change("lora/formats", "_same_alpha",
+               "any(math.isclose(kohya_alpha(one, n), kohya_alpha(other, n), rel_tol=1e-6) for n in layers)",
+               "all(math.isclose(kohya_alpha(one, n), kohya_alpha(other, n), rel_tol=1e-6) for n in layers)")]),
+    "trained biases are dropped": Mutation(
+        "tests/lora/test_brought_files.py::test_peft_settings_that_cannot_be_applied", [
+        Change("lora/formats", "_own_settings",
+               'config.get("bias") not in (None, "none")',
+               'config.get("bias") not in (None, "none", "all")')]),
+    "a card samples with the model's schedule": Mutation(
+        "tests/lora/test_model_card.py::test_usage_code_runs", [
+        Change("lora/model_card", "usage", 'facts.get("schedule") or {}', "{}")]),
+    "a card forgets the stored schedule": Mutation(
+        "tests/test_trainer.py::"
+        "test_results_at_the_end_of_a_cell_are_one_line_and_a_lora_has_a_card", [
+        Change("training/run_adapters", "RunAdapters.save",
+               "self.card_facts() | info", "self.card_facts()")]),
+    "four bits of another dtype are refused": Mutation(
+        "tests/models/test_prequantize.py::test_a_copy_in_four_bits_fits_each_dtype", [
+        Change("models/loading", "check_saved_quantization",
+               "and not QUANTIZATIONS[saved].any_dtype", "")]),
+    "a tensor of another shape is taken": Mutation(
+        "tests/models/test_quantize.py::test_a_tensor_of_another_shape_is_named", [
+        Change("models/loading", "place_tensor", "tensor.shape != expected", "False")]),
+    "parts that a class keeps in float32 are rounded": Mutation(
+        "tests/models/test_quantize.py::test_parts_that_a_class_keeps_in_float32_stay_so", [
+        Change("models/loading", "place_tensor", "dtype = torch.float32", "pass")]),
 }

@@ -424,4 +424,75 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/training/test_run_data.py::"
         "test_a_subset_drops_the_captions_that_the_data_set_drops", [
         Change("training/run_data", "RunData.subset", "out.seed = dataset.seed", "pass")]),
+    "a GPU drives another one's screen": Mutation(
+        "tests/planning/test_machines.py::test_the_screen_of_a_gpu_is_found_by_its_bus", [
+        Change("planning/facts", "drives_a_screen", "== bus", "!= bus")]),
+    "the largest of two GPUs counts": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_of_gpus_of_one_kind_the_smallest_and_the_fullest_count", [
+        Change("planning/facts", "first_kind",
+               "min(g.bytes for g in same)", "max(g.bytes for g in same)")]),
+    "the emptiest of two GPUs counts": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_of_gpus_of_one_kind_the_smallest_and_the_fullest_count", [
+        Change("planning/facts", "first_kind",
+               "min((g.free for g in same if g.free is not None), default=None)",
+               "max((g.free for g in same if g.free is not None), default=None)")]),
+    "a P100 gets a T4's tensor cores": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_a_card_that_is_only_named_has_the_capability_and_host_memory_of_its_kind", [
+        Change("planning/facts", "machine_with",
+               "(7, 5) if gpu.tensor_cores else (6, 0)", "(7, 5)")]),
+    "every card is in Kaggle's host": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_a_card_that_is_only_named_has_the_capability_and_host_memory_of_its_kind", [
+        Change("planning/facts", "host_bytes",
+               'gpu is not None and gpu.name == "T4"', "gpu is not None")]),
+    "GPUs hidden by -1 are an old driver": Mutation(
+        "tests/planning/test_machines.py::test_a_variable_hides_all_gpus", [
+        Change("planning/facts", "hides_gpus", '("", "-1", "NoDevFiles")', '("", "NoDevFiles")')]),
+    "a given dtype is chosen again": Mutation(
+        "tests/planning/test_machines.py::test_a_dtype_that_is_given_is_not_chosen", [
+        Change("planning/plan", "make_plan", "if so_far.dtype:", "if False:")]),
+    "a run of epochs is saved by quarters": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_a_run_of_epochs_is_saved_by_epochs_and_one_of_samples_by_quarters", [
+        Change("planning/plan", "make_plan",
+               "choose_save_interval(t, length)", "choose_save_interval(t, None)")]),
+    "with styles no target is decoded": Mutation(
+        "tests/planning/test_hand_sums.py::test_styles_are_decoded_at_the_size_of_control_images", [
+        Change("planning/plan", "expected_decoding",
+               "pixels = max(pixels, memory.query.control * 256)",
+               "pixels = memory.query.control * 256")]),
+    "processes on other machines need GPUs here": Mutation(
+        "tests/planning/test_machines.py::test_processes_of_a_launcher_may_be_on_other_machines", [
+        Change("planning/plan", "fits_machine",
+               "1 if facts.machine.world else plan.processes.value", "plan.processes.value")]),
+    "a smaller batch loses the accumulation": Mutation(
+        "tests/planning/test_machines.py::test_a_smaller_batch_is_made_up_for_by_accumulation", [
+        Change("planning/plan", "smaller_settings",
+               "d.batch_size * t.gradient_accumulation_steps", "d.batch_size")]),
+    "a loaded quantization outlives another setting": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_another_quantization_takes_the_place_of_that_which_was_loaded", [
+        Change("planning/plan", "changed", "so_far = replace(so_far, quantize=None)", "pass")]),
+    "compiled blocks recompute against their setting": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_blocks_that_compile_recompute_as_it_is_set_although_the_run_does_not_fit", [
+        Change("planning/plan", "checkpointing_choice",
+               "plan.compile.value or not hoped.value", "not hoped.value")]),
+    "each of two processes takes all steps": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_the_steps_of_a_run_are_shared_by_the_processes_that_were_asked_for", [
+        Change("planning/plan", "expected_steps", "1 if n == AUTO else n", "1")]),
+    "what is in use is free": Mutation(
+        "tests/planning/test_machines.py::"
+        "test_what_torch_keeps_for_reuse_is_free_and_what_is_in_use_is_not", [
+        Change("models/loading", "free_device_bytes", "- torch.cuda.memory_allocated(d)", "")]),
+    "a resumed epoch ends a step early": Mutation(
+        "tests/training/test_step.py::"
+        "test_a_run_is_planned_to_the_end_of_its_epoch_wherever_a_forced_resume_takes_it_up", [
+        Change("training/callbacks", "RunPosition.plan_lengths",
+               "-(-(batches - self.position) // per_step)",
+               "steps_per_epoch - -(-self.position // per_step)")]),
 }

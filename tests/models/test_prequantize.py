@@ -206,6 +206,13 @@ def test_what_cannot_be_copied_is_refused(sharded, copied, tmp_path):
         load_component(tmp_path/"q", "transformer", torch.float32, quantization="qint8")
 
 
+def test_a_copy_in_four_bits_fits_each_dtype(sharded, tmp_path):
+    transformer_copy(sharded/"transformer", tmp_path/"q", "nf4", torch.bfloat16, None)
+    shutil.copyfile(sharded/"model_index.json", tmp_path/"q"/"model_index.json")
+    loaded = load_component(tmp_path/"q", "transformer", torch.float32, quantization="nf4")
+    assert loaded.proj_out.weight.dtype == torch.float32
+
+
 def test_the_command_and_the_plan(sharded, pairs, tmp_path, capsys):
     root = pairs()
     (tmp_path/"run.yaml").write_text(yaml.safe_dump(configured(root, tmp_path, "full", sharded)))

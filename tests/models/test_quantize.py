@@ -220,6 +220,24 @@ def test_no_layer_waits_for_quantization(narrow, monkeypatch):
     assert len(waiting) > 20 and max(waiting) <= 2
 
 
+@pytest.mark.parametrize("q", [None, "nf4"])
+def test_a_tensor_of_another_shape_is_named(q, tmp_path):
+    folder = shutil.copytree(FOLDER/"transformer", tmp_path/"transformer")
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    weights["proj_out.weight"] = torch.cat([weights["proj_out.weight"]] * 2)
+    save_file(weights, file)
+    with pytest.raises(ValueError, match=r"proj_out.weight has shape \[\d+, \d+\] in the checkpoint, but \[\d+, \d+\] by its config.json"):
+        load_quantized(QwenImageTransformer2DModel, folder, q)
+
+
+@pytest.mark.parametrize("name, kept", [("proj_out", torch.float32), ("no_such_part", torch.bfloat16)])
+def test_parts_that_a_class_keeps_in_float32_stay_so(name, kept, monkeypatch):
+    monkeypatch.setattr(QwenImageTransformer2DModel, "_keep_in_fp32_modules", [name])
+    loaded = load_quantized(QwenImageTransformer2DModel, FOLDER/"transformer", dtype=torch.bfloat16)
+    assert loaded.proj_out.weight.dtype == kept and loaded.img_in.weight.dtype == torch.bfloat16
+
+
 def test_a_files_dtype_is_that_of_most_tensors(tmp_path):
     narrow = torch.zeros(2, dtype=torch.bfloat16)
     save_file(dict(a=torch.zeros(2), b=narrow, c=narrow.clone()), tmp_path/"x.safetensors")

@@ -129,6 +129,8 @@ def test_styles_are_decoded_at_the_size_of_control_images():
     assert make_plan(*facts_on(T4, styles, 1)).decoder.value == "cpu"
     plain = settings_of(512, "nf4", control=1024)
     assert make_plan(*facts_on(T4, plain, 1)).decoder.value == "cuda:0"
+    small_controls = settings_of(1024, "nf4", control=512, test_image_dir="styles")
+    assert make_plan(*facts_on(T4, small_controls, 1)).decoder.value == "cpu", "targets are decoded, too"
 
 
 @pytest.mark.parametrize("gpu", ["T4", "RTX 3060", "H100"])

@@ -8,12 +8,13 @@ import pytest
 
 from qie_nb.config import describe, make_config
 from qie_nb.core import presets
-from qie_nb.core.choice import ALWAYS, IN_TRAINING, NEVER, Choice, EvalInterval, Plan, TimeLimit
+from qie_nb.core.choice import (
+    ALWAYS, IN_TRAINING, NEVER, Change, Choice, EvalInterval, Plan, RunLength, TimeLimit)
 from qie_nb.core.presets import GPU_PRESETS
 from qie_nb.core.section import ABOUT_PLANNED, PLANNED, all_settings
 from qie_nb.core.settings import setting
 from qie_nb.data.samples import ONE_IMAGE
-from qie_nb.planning.cards import Gpu, plan
+from qie_nb.planning.cards import plan
 from qie_nb.planning.decisions import (
     AS_DTYPE,
     MARGIN,
@@ -39,21 +40,31 @@ from qie_nb.planning.facts import (
     PairFacts,
     SoFar,
     TextEncoderFacts,
+    KAGGLE_HOST,
+    Gpu,
     cached_kinds,
+    drives_a_screen,
+    first_kind,
+    hides_gpus,
+    host_bytes,
+    machine_with,
     old_driver,
 )
 from qie_nb.devices.edit_model import EditModel
 from qie_nb.models.components import WHEN_NEEDED
-from qie_nb.models.loading import work_bytes
+from qie_nb.models.loading import free_device_bytes, work_bytes
 from qie_nb.planning.facts import encoding_facts
 from qie_nb.planning.memory import REAL
 from qie_nb.planning.plan import (
     PlanFacts,
     Planner,
+    changed,
+    expected_steps,
     first_that_fits,
     fits_machine,
     make_plan,
     smaller,
+    smaller_settings,
     step_memory,
     ways_to_save,
 )
@@ -466,6 +477,82 @@ def test_downloads_are_deleted_when_the_disk_is_too_small_or_a_session_may_write
         True,
         False,
     ]
+
+
+# --- what the facts say
+def test_the_screen_of_a_gpu_is_found_by_its_bus(tmp_path):
+    for card, bus, state in (("card0", "01", "disconnected"), ("card1", "0a", "connected")):
+        device = tmp_path/"pci"/f"0000:{bus}:00.0"
+        device.mkdir(parents=True)
+        (tmp_path/"drm"/card).mkdir(parents=True)
+        (tmp_path/"drm"/card/"device").symlink_to(device)
+        (tmp_path/"drm"/f"{card}-HDMI-A-1").mkdir()
+        (tmp_path/"drm"/f"{card}-HDMI-A-1"/"status").write_text(state + "\n")
+    assert [drives_a_screen(bus, tmp_path/"drm") for bus in (1, 10, 2, None)] == [False, True, None, None]
+
+
+def test_of_gpus_of_one_kind_the_smallest_and_the_fullest_count():
+    gpus = [replace(T4, free=free, bytes=size) for size, free in ((15 * GB, 14 * GB), (14 * GB, 12 * GB), (16 * GB, None))]
+    found = first_kind([*gpus, replace(H100, free=1 * GB)])
+    assert (found.name, found.count, found.bytes, found.free) == ("Tesla T4", 3, 14 * GB, 12 * GB)
+
+
+def test_a_card_that_is_only_named_has_the_capability_and_host_memory_of_its_kind():
+    p100, t4, h100 = (Gpu(name, 16 * GB, bf16=name == "H100") for name in ("P100", "T4", "H100"))
+    assert [machine_with(gpu).gpus[0].tensor_cores for gpu in (p100, t4, h100)] == [False, True, True]
+    assert [host_bytes(gpu) for gpu in (p100, t4, None)] == [float("inf"), KAGGLE_HOST, float("inf")]
+
+
+@pytest.mark.parametrize("value, hidden", [("", True), ("-1", True), ("NoDevFiles", True), ("0", False), ("1,0", False), (None, False)])
+def test_a_variable_hides_all_gpus(value, hidden):
+    assert hides_gpus({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) is hidden
+
+
+def test_what_torch_keeps_for_reuse_is_free_and_what_is_in_use_is_not(monkeypatch):
+    for name, held in (("mem_get_info", (2 * GB, 16 * GB)), ("memory_reserved", 5 * GB), ("memory_allocated", 4 * GB)):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device, held=held: held)
+    assert free_device_bytes("cuda:0") == 3 * GB
+
+
+# --- what is given instead of chosen
+def test_a_dtype_that_is_given_is_not_chosen():
+    assert plan_on("T4", SoFar(dtype="bfloat16")).dtype == Choice("bfloat16", "given", "train.mixed_precision")
+
+
+def test_a_run_of_epochs_is_saved_by_epochs_and_one_of_samples_by_quarters():
+    epochs, samples = (plan_on("T4", train=train) for train in (dict(num_epochs=3), {}))
+    assert epochs.length.value.epochs == 3 and not epochs.save_interval.value.parts
+    assert samples.length.value.samples and samples.save_interval.value.parts
+
+
+@pytest.mark.parametrize("processes, steps", [("auto", 40), (1, 40), (2, 20)])
+def test_the_steps_of_a_run_are_shared_by_the_processes_that_were_asked_for(processes, steps):
+    config = make_config(dict(data=dict(batch_size=2), train=dict(gradient_accumulation_steps=2, num_processes=processes)))
+    assert expected_steps(config, Choice(RunLength(samples=160))) == steps
+
+
+def test_a_smaller_batch_is_made_up_for_by_accumulation():
+    config = make_config(dict(data=dict(batch_size=2), train=dict(gradient_accumulation_steps=3)))
+    (batch,) = (change for change in smaller_settings(config) if change.setting == "data.batch_size")
+    assert batch.value == 1 and batch.note == " with `train.gradient_accumulation_steps` 6"
+
+
+def test_another_quantization_takes_the_place_of_that_which_was_loaded():
+    facts = changed(facts_on("H100", SoFar(quantize="nf4")), Change("model.quantize", "qint8"))
+    assert make_plan(*facts).quantize.value == "qint8"
+
+
+def test_blocks_that_compile_recompute_as_it_is_set_although_the_run_does_not_fit():
+    facts = facts_on("RTX 4090 with a screen", train=dict(gradient_checkpointing=False, compile=True))
+    made = make_plan(*facts)
+    assert made.compile.value and made.checkpointing.value is False and not fits_machine(made, facts)
+
+
+def test_processes_of_a_launcher_may_be_on_other_machines():
+    facts = facts_on("2 x T4", **SMALL)
+    facts = facts._replace(machine=replace(facts.machine, world=4))
+    made = make_plan(*facts)
+    assert made.processes.value == 4 and fits_machine(made, facts), "two of them are here"
 
 
 # --- a prediction
