@@ -457,7 +457,8 @@ class SelfCheck:
         "passed, or the first thing that is wrong."
         if self.not_finite: return f"not finite in {self.not_finite[0]}"
         if self.differs: return f"differs from the pipeline, first in: {self.differs[0]}"
-        return f"failed in {next(iter(self.errors))}" if self.errors else "passed"
+        if self.errors: return f"failed in {next(iter(self.errors))}"
+        return "passed" if self.parity else "nothing was compared"
 
     def data(self) -> dict:
         "Plain JSON without private names."

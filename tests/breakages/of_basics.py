@@ -507,4 +507,17 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/widgets/test_loss_curve.py::"
         "test_the_axes_hold_all_held_out_losses_and_no_single_outlier", [
         Change("widgets/loss_curve", "curve_axes", "(*smooth(loss), *held_out)", "smooth(loss)")]),
+    "only plain JPEGs have bits": Mutation(
+        "tests/data/test_odd_images.py::test_each_file_is_named_by_its_bytes", [
+        Change("data/images", "_jpeg_bits", "0xcf", "0xc0")]),
+    "a fraction on a command line is text": Mutation(
+        "tests/core/test_settings.py::test_a_value_on_a_command_line_is_what_yaml_has_or_text", [
+        Change("core/settings", "_value_of_text",
+               "isinstance(value, (int, float))", "isinstance(value, int)")]),
+    "the first of several splits": Mutation(
+        "tests/data/test_samples.py::test_of_several_splits_one_must_be_called_train", [
+        Change("data/tables", "_split_of", 'name != "train" and len(data) > 1', "False")]),
+    "versions are compared as text": Mutation(
+        "tests/planning/test_doctor.py::test_versions_are_compared_as_numbers", [
+        Change("planning/doctor", "_tried", "_numbers(version) < _numbers(low)", "version < low")]),
 }

@@ -495,4 +495,57 @@ MUTATIONS: dict[str, Mutation] = {
         Change("training/callbacks", "RunPosition.plan_lengths",
                "-(-(batches - self.position) // per_step)",
                "steps_per_epoch - -(-self.position // per_step)")]),
+    "the batches of a step are those of one process": Mutation(
+        "tests/core/test_settings.py::"
+        "test_the_batches_of_a_step_count_over_all_processes_and_alpha_is_the_rank_if_it_is_not_set", [
+        Change("training/resume", "settings_metadata",
+               "gradient_accumulation_steps * processes", "gradient_accumulation_steps")]),
+    "alpha that is not set is one": Mutation(
+        "tests/core/test_settings.py::"
+        "test_the_batches_of_a_step_count_over_all_processes_and_alpha_is_the_rank_if_it_is_not_set", [
+        Change("training/resume", "settings_metadata", 'or out["model.lora.r"]', "or 1")]),
+    "an older version's epochs are a change": Mutation(
+        "tests/training/test_resume.py::"
+        "test_the_epochs_that_an_older_version_wrote_by_itself_are_no_change", [
+        Change("training/resume", "changed_settings",
+               "before != after and not open_as_before", "before != after")]),
+    "an adapter with one layer more is put back": Mutation(
+        "tests/training/test_resume.py::test_an_adapter_with_other_layers_is_not_put_back", [
+        Change("training/resume", "put_back", "if odd:", "if len(odd) > len(params):")]),
+    "another machine's folder is another model": Mutation(
+        "tests/training/test_resume.py::"
+        "test_a_checkpoint_of_another_model_is_named_before_anything_is_downloaded", [
+        Change("training/resume", "_model_misfit", "and not Path(old).is_absolute()", "")]),
+    "a forced resume is refused before it begins": Mutation(
+        "tests/training/test_resume.py::"
+        "test_a_forced_resume_takes_any_checkpoint_that_can_be_read", [
+        Change("training/resume", "checkpoint_misfit",
+               'if c.train.force_resume: return ""', "pass")]),
+    "older names of a checkpoint are unknown": Mutation(
+        "tests/training/test_resume.py::test_a_setting_is_found_by_its_older_name", [
+        Change("training/resume", "recorded", "*setting.role.older", "")]),
+    "a selfcheck with an error is well": Mutation(
+        "tests/extras/test_selfcheck.py::test_all_is_well_only_if_all_was_compared_and_alike", [
+        Change("extras/selfcheck", "SelfCheck.ok", "or self.errors", "")]),
+    "a selfcheck that compared nothing is well": Mutation(
+        "tests/extras/test_selfcheck.py::test_all_is_well_only_if_all_was_compared_and_alike", [
+        Change("extras/selfcheck", "SelfCheck.ok", "bool(self.parity) and", "")]),
+    "an image a hundred grey levels off is close": Mutation(
+        "tests/extras/test_selfcheck.py::test_all_is_well_only_if_all_was_compared_and_alike", [
+        Change("extras/selfcheck", "SelfCheck.is_close",
+               'row["difference"] <= 1', 'row["difference"] <= 100')]),
+    "a missing stage is equal": Mutation(
+        "tests/extras/test_selfcheck.py::test_a_stage_that_is_missing_is_a_difference", [
+        Change("extras/selfcheck", "compare_traces", "torch.full_like(a, torch.nan)", "a")]),
+    "an adapter moved because it has numbers": Mutation(
+        "tests/extras/test_selfcheck.py::test_an_adapter_that_stays_zero_has_not_moved", [
+        Change("extras/selfcheck", "train_steps", 'if "lora_B" in name', "")]),
+    "a loader of yours gets the configured batch": Mutation(
+        "tests/training/test_run_data.py::test_a_loader_of_yours_keeps_its_batch_size", [
+        Change("training/run_data", "RunData.make_loader",
+               "size or c.data.batch_size", "c.data.batch_size")]),
+    "a check that compared nothing passed": Mutation(
+        "tests/extras/test_selfcheck.py::test_all_is_well_only_if_all_was_compared_and_alike", [
+        Change("extras/selfcheck", "SelfCheck.verdict",
+               '"passed" if self.parity else "nothing was compared"', '"passed"')]),
 }

@@ -5,7 +5,7 @@ import pytest
 
 from qie_nb.config import (
     BATCHES_PER_STEP, Config, Section, add_setting, all_settings, describe, make_config, older_names, other_names, remove_setting)
-from qie_nb.core.settings import NEEDED_BY, ON_RESUME, role_of, setting
+from qie_nb.core.settings import NEEDED_BY, ON_RESUME, parse_settings, role_of, setting
 from qie_nb.lora.model_card import card_settings
 from qie_nb.training.resume import changed_settings, diff_runs, settings_metadata
 
@@ -35,6 +35,21 @@ def focus():
 
 def stored(**sections) -> dict:
     return dict(settings=settings_metadata(make_config(sections), "float32", None, 1))
+
+
+def test_the_batches_of_a_step_count_over_all_processes_and_alpha_is_the_rank_if_it_is_not_set():
+    config = make_config(dict(train=dict(gradient_accumulation_steps=3), model=dict(lora=dict(r=6))))
+    one, two = (settings_metadata(config, "float32", None, 1, processes) for processes in (1, 2))
+    assert (one[BATCHES_PER_STEP], two[BATCHES_PER_STEP]) == (3, 6)
+    given = make_config(dict(model=dict(lora=dict(r=6, lora_alpha=12))))
+    assert one["model.lora.lora_alpha"] == 6 and settings_metadata(given, "float32", None, 1)["model.lora.lora_alpha"] == 12
+
+
+@pytest.mark.parametrize("text, value", [
+    ("0.5", 0.5), ("3", 3), ("true", True), ("[1, 2]", [1, 2]), ("", None), ("'2511'", "2511"), ("yes: it is", "yes: it is"), ("a # b", "a # b")])
+def test_a_value_on_a_command_line_is_what_yaml_has_or_text(text, value):
+    found = parse_settings([f"train.focus={text}"])["train"]["focus"]
+    assert found == value and type(found) is type(value)
 
 
 def test_a_setting_without_its_role_cannot_be_declared():

@@ -117,6 +117,8 @@ def grey_tiff(bits, kind, strip, *more, samples=1, photometric=1):
     (grey_tiff(8, 1, bytes(16), (254, 4, (1,)), (330, 4, (8,))), "is a camera's raw file"),
     (b"II*\0\x10\0\0\0CR\2\0" + bytes(99), "is a camera's raw file|cannot be read"),
     (jpeg_of().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"), "is a JPEG of 12 bits; save it in 8 bits$"),
+    (jpeg_of().replace(b"\xff\xc0\0\x11\x08", b"\xff\xc1\0\x11\x0c"), "is a JPEG of 12 bits"), # extended, as scanners write it
+    (jpeg_of().replace(b"\xff\xc0\0\x11\x08", b"\xff\xcf\0\x11\x0c"), "is a JPEG of 12 bits"),
     (b"\0\0\0 ftypisom" + bytes(99), "is a video; save one frame of it"), (b"\x1aE\xdf\xa3" + bytes(99), "is a video"), (b"RIFF\0\0\0\0AVI LIST" + bytes(99), "is a .*video"),
     (b"\0\0\0\x18ftypcrx " + bytes(99), "is a camera's raw file"), (b"FUJIFILMCCD-RAW 0201", "is a camera's raw file"),
     (b"8BPS\0\1" + bytes(99), "is a Photoshop image; save it as PNG or JPEG$"), (b"%PDF-1.7\n" + bytes(99), "is a PDF; save it as PNG"),

@@ -313,6 +313,12 @@ def test_dataset_with_lists_of_controls():
     assert load_images(shuffled[0], Geometry((32, 32)))["control"][2].size == (8, 6)
 
 
+def test_of_several_splits_one_must_be_called_train():
+    data = hub(input_image=images_of(2), edited_image=images_of(2), edit_prompt=list("ab"))
+    with pytest.raises(ValueError, match="the data set has the splits .* and no train; give one of them"):
+        find_samples(datasets.DatasetDict(first=data, second=data))
+
+
 def test_dataset_combined_with_a_folder(tmp_path):
     data = hub(input_image=images_of(4), edited_image=images_of(4)[::-1], edit_prompt=list("abcd"))
     both = find_samples([tree(tmp_path, "images/a.png images/a.txt control/a.png control/b.png"), data])

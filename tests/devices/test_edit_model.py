@@ -88,6 +88,35 @@ def test_an_offloaded_component_is_never_whole_on_its_device(monkeypatch):
     assert asked == ["cpu"], "the device has no room for it"
 
 
+def test_what_is_dropped_is_given_back_to_the_gpu(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(list(model.loaded)))
+    model = EditModel(str(tiny_folder("2511")))
+    model.adopt("vae", torch.nn.Linear(1, 1))
+    model.adopt("tokenizer", object())
+    model.drop("vae")
+    assert given == [["tokenizer"]]
+
+
+def test_each_component_is_offloaded_or_not_by_itself():
+    model = EditModel(str(tiny_folder("2511")), offload=["text_encoder", "vae"])
+    model.set_offload("vae", False)
+    assert model.offload == ("text_encoder",)
+    model.set_offload("vae", True)
+    model.set_offload("vae", True)
+    assert model.offload == ("text_encoder", "vae")
+
+
+def test_a_component_is_quantized_or_offloaded():
+    model = EditModel(str(tiny_folder("2511")), quantize=dict(text_encoder="nf4", transformer="nf4"))
+    model.check()
+    model.set_offload("text_encoder", True)
+    model.check("transformer")
+    with pytest.raises(ValueError, match="`model.text_encoder_quantize` nf4 is incompatible with `model.text_encoder_offload`"):
+        model.check()
+
+
 # --- ways to fit a model
 JOB = memory_query(make_config())
 

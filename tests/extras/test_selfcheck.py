@@ -95,6 +95,36 @@ def test_different_shapes_are_a_difference():
     assert np.isnan(compare_traces(a, b)[0]["difference"]) and SelfCheck(dict(tolerance=1.), compare_traces(a, b)).differs == ["x"]
 
 
+def test_a_stage_that_is_missing_is_a_difference():
+    theirs, ours = (EditTrace(dict(made), image=np.zeros((2, 2, 3), np.uint8)) for made in (dict(x=torch.ones(2)), {}))
+    assert SelfCheck(dict(tolerance=1.), compare_traces(theirs, ours)).differs == ["x"]
+
+
+ALIKE = dict(stage="prompt embedding", difference=0.5, relative=0.001)
+
+
+@pytest.mark.parametrize("parity, errors, ok, verdict", [
+    ([ALIKE], {}, True, "passed"),
+    ([ALIKE], dict(training="no memory"), False, "failed in training"),
+    ([], dict(pipeline="no memory"), False, "failed in pipeline"),
+    ([], {}, False, "nothing was compared"),
+    ([ALIKE, dict(stage="image, grey levels", difference=1., relative=0.9)], {}, True, "passed"),
+    ([ALIKE, dict(stage="image, grey levels", difference=2., relative=0.)], {}, False, "differs from the pipeline, first in: image, grey levels"),
+    ([dict(ALIKE, relative=0.02)], {}, False, "differs from the pipeline, first in: prompt embedding")])
+def test_all_is_well_only_if_all_was_compared_and_alike(parity, errors, ok, verdict):
+    report = SelfCheck(dict(tolerance=0.01), parity, errors=errors)
+    assert (report.ok, report.verdict) == (ok, verdict)
+
+
+@pytest.mark.slow
+def test_an_adapter_that_stays_zero_has_not_moved(monkeypatch):
+    def without_steps(trainer, real=QwenImageEditTrainer.configure_optimizers):
+        real(trainer)
+        trainer.optimizer.step = lambda: None
+    monkeypatch.setattr(QwenImageEditTrainer, "configure_optimizers", without_steps)
+    assert check().training["moved"] is False
+
+
 def test_a_failed_stage_is_reported(monkeypatch):
     full = mock.Mock(side_effect=torch.OutOfMemoryError(f"CUDA out of memory in {Path.home()}/models/secret at hf_{'a' * 20}"))
     for stage in ("pipeline_run", "train_steps"): monkeypatch.setattr(module, stage, full)

@@ -25,6 +25,7 @@ from qie_nb.planning.disk_space import disk_plan
 from qie_nb.planning.memory import memory_query
 from qie_nb.planning.cards import plan
 from qie_nb.sampling.denoising import sampling_schedule
+from qie_nb.tiny.random_models import tiny_folder
 from qie_nb.trainer import QwenImageEditTrainer
 from helpers import adapters_close, interrupted, modulation_reads, on_call, settings, slow_except
 from test_quantize import CLASSES, LOADED, narrow, run, same_tensors, sharded # noqa: F401 (fixtures)
@@ -42,6 +43,24 @@ def transformer_copy(folder, out, q="nf4", dtype=torch.float32, sets=SETS, **kw)
 
 
 def contents(folder): return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_an_identity_is_of_words_and_settings_and_not_of_who_wrote_them(tmp_path):
+    model = shutil.copytree(tiny_folder("2511"), tmp_path/"model")
+    config = model/"vae"/"config.json"
+    settings = json.loads(config.read_text())
+
+    def with_settings(**more) -> str:
+        config.write_text(json.dumps(settings | more))
+        return component_digest(model, "vae")
+    first = with_settings()
+    assert with_settings(_diffusers_version="9.9", _name_or_path="/home/me/vae", torch_dtype="bfloat16") == first
+    assert with_settings(num_res_blocks=7) != first
+    words = [component_digest(model, "tokenizer")]
+    for name in ("vocab.json", "merges.txt"):
+        (model/"tokenizer"/name).write_text("other words")
+        words.append(component_digest(model, "tokenizer"))
+    assert len(set(words)) == 3
 
 
 @pytest.mark.parametrize("name, dtype, q", slow_except(

@@ -66,6 +66,13 @@ def test_a_good_machine_has_no_findings(check):
     assert not findings(check()) and not findings(check(None)) and not findings(check().stop())
 
 
+@pytest.mark.parametrize("version, level", [
+    ("2.9.1", "warning"), ("2.10.0", "ok"), ("2.15.3+cu130", "ok"), ("2.100.0", "note"), ("3.0", "note")])
+def test_versions_are_compared_as_numbers(version, level, check):
+    (found,) = (f for f in check(**having(torch=version)).findings if f.what == "torch")
+    assert found.level == level
+
+
 @pytest.mark.parametrize("change, what, level, remedy", [
     (dict(gpus=(P100,)), "GPU", "error", "no kernels for sm 6.0 .*choose a newer accelerator"),
     (dict(gpus=(T4, T4)), "GPU 1 bfloat16", "warning", "leave `train.mixed_precision` auto"),

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from qie_nb.config import make_config
 from qie_nb.data.dataset import ImageDataset
@@ -51,3 +52,10 @@ def test_a_subset_drops_the_captions_that_the_data_set_drops(pairs, tmp_path):
     part = data.subset(whole, whole.samples[::2])
     dropped = [whole.dropped(i) for i in range(0, 12, 2)]
     assert [part.dropped(i) for i in range(6)] == dropped and len(set(dropped)) == 2
+
+
+@pytest.mark.parametrize("given, size", [(None, 1), (2, 2)])
+def test_a_loader_of_yours_keeps_its_batch_size(given, size, pairs, tmp_path):
+    trainer = QwenImageEditTrainer(settings(pairs(((48, 32),) * 4), tmp_path, data=dict(batch_size=1)))
+    yours = None if given is None else DataLoader(ImageDataset(trainer.config), batch_size=given)
+    assert trainer.make_loader(yours).batch_sampler.batch_size == size
