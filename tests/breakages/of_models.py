@@ -459,4 +459,33 @@ MUTATIONS: dict[str, Mutation] = {
     "a quantized text encoder is offloaded, too": Mutation(
         "tests/devices/test_edit_model.py::test_a_component_is_quantized_or_offloaded", [
         Change("devices/edit_model", "EditModel.check", "and n in self.offload", "and False")]),
+    "the third LoRA of a name replaces the second": Mutation(
+        "tests/lora/test_mixing.py::"
+        "test_a_file_called_default_does_not_replace_the_trained_adapter", [
+        Change("lora/adapters", "_name", "while free in taken:", "if free in taken:")]),
+    "a prompt without images is cut too early": Mutation(
+        "tests/encoding/test_prompts.py::"
+        "test_a_prompt_without_images_is_cut_after_1024_tokens_of_its_own", [
+        Change("models/encoders", "whole_ids",
+               "_TEXT + variant.template_for(0).dropped", "_TEXT")]),
+    "images of a short prompt do not count": Mutation(
+        "tests/encoding/test_prompts.py::test_the_images_of_a_short_prompt_are_counted", [
+        Change("models/encoders", "check_prompt_length",
+               "(w // 28 + 1) * (h // 28 + 1)", "0 * w * h")]),
+    "any library is imported": Mutation(
+        "tests/models/test_hub.py::test_only_models_of_two_libraries_are_imported", [
+        Change("models/hub", "component_class",
+               'library not in ("diffusers", "transformers")', "library in ()")]),
+    "open models need a token": Mutation(
+        "tests/models/test_hub.py::test_what_a_model_asks_of_its_readers", [
+        Change("models/hub", "access_terms", "if gated:", "if not gated:")]),
+    "without a network another revision is taken": Mutation(
+        "tests/models/test_hub.py::"
+        "test_without_a_network_the_revision_that_was_asked_for_is_looked_for", [
+        Change("models/hub", "HubClient.files",
+               "revision=revision, local_files_only=True", "local_files_only=True")]),
+    "the disk of downloads is not looked at": Mutation(
+        "tests/models/test_hub.py::test_both_disks_must_hold_a_copy_and_its_largest_file", [
+        Change("models/hub", "HubModel.check_disk_space",
+               "min(self.hub.folder, self.store, key=free_for_downloads)", "self.store")]),
 }

@@ -548,4 +548,28 @@ MUTATIONS: dict[str, Mutation] = {
         "tests/extras/test_selfcheck.py::test_all_is_well_only_if_all_was_compared_and_alike", [
         Change("extras/selfcheck", "SelfCheck.verdict",
                '"passed" if self.parity else "nothing was compared"', '"passed"')]),
+    "rounding is an effect": Mutation(
+        "tests/extras/test_with_lightning.py::test_effect_is_the_share_of_the_way", [
+        Change("extras/with_lightning", "effect_of",
+               "length < way.size / 4", "length < way.size / 4000")]),
+    "a file in small letters is for any model": Mutation(
+        "tests/extras/test_with_lightning.py::"
+        "test_published_files_say_their_model_by_their_names", [
+        Change("extras/with_lightning", "made_for",
+               ".lower() in Path(file).name.lower()", " in Path(file).name")]),
+    "what was written twice is half undone": Mutation(
+        "tests/extras/test_instructions.py::"
+        "test_what_was_written_twice_is_undone_to_the_very_beginning", [
+        Change("extras/instructions", "undo_instructions",
+               "reversed(read_journal(folder))", "read_journal(folder)")]),
+    "small images are enlarged for a question": Mutation(
+        "tests/extras/test_instructions.py::"
+        "test_images_are_made_smaller_and_never_larger_than_the_least_side", [
+        Change("extras/instructions", "seen_at",
+               "min(1., (area / (im.width * im.height)) ** 0.5)",
+               "(area / (im.width * im.height)) ** 0.5")]),
+    "one instruction is made of the first pairs": Mutation(
+        "tests/extras/test_instructions.py::"
+        "test_the_pairs_that_one_instruction_is_made_of_are_spread_over_the_data_set", [
+        Change("extras/instructions", "_texts", "max(1, len(pairs) // MOST_ASKED)", "1")]),
 }

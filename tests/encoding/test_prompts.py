@@ -7,7 +7,7 @@ import torch
 
 from qie_nb.models.encoders import (
     PrefixNotSharable, check_prompt_length, encode_prefix, encode_prompt,
-    encode_suffixes, image_tokens, patch_product, suffix_ids)
+    encode_suffixes, image_tokens, patch_product, suffix_ids, whole_ids)
 from qie_nb.models.components import load_component
 from qie_nb.models.variants.text_to_image import POSITIONS, QwenImage
 from helpers import PatchConvolutions
@@ -225,3 +225,19 @@ def test_a_prompt_is_counted_as_it_is_encoded(variant, n):
     asked.clear()
     check(tokens, "make it blue")
     assert not asked, "a short prompt needs no tokenizer"
+
+
+def test_the_images_of_a_short_prompt_are_counted():
+    r = rig("2511")
+    sizes, room = [(1024, 1024)], 900 # more than the bytes of the text, less than the tokens of the image
+    grid = 2 * (POSITIONS - room), 4
+    assert len(r.variant.prompt_text("make it blue", 1).encode()) < room < image_tokens(r.proc, sizes[0])
+    with pytest.raises(ValueError, match="'make it blue'.* is too long"):
+        check_prompt_length(r.variant, lambda: r.proc, "make it blue", sizes, [grid])
+
+
+@pytest.mark.parametrize("variant", ["v1", "2511"])
+def test_a_prompt_without_images_is_cut_after_1024_tokens_of_its_own(variant):
+    r = rig(variant)
+    ids = whole_ids(r.proc, r.variant, "make it blue " * 1500, ())
+    assert len(ids) == 1024 + r.variant.template_for(0).dropped

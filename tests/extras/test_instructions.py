@@ -16,7 +16,7 @@ from qie_nb.data.samples import config_samples
 from qie_nb.extras import instructions
 from qie_nb.extras.instructions import (
     HOW, JOURNAL, MOST_ASKED, answers, as_instruction, chat, check_head, pairs_of, propose_instruction,
-    question, undo_instructions, write_instructions, writing_model)
+    question, seen_at, undo_instructions, write_instructions, writing_model)
 from qie_nb.tiny.random_models import save_tiny
 from qie_nb.trainer import QwenImageEditTrainer
 from qie_nb.widgets.sample_viewer import SampleViewer
@@ -218,6 +218,16 @@ def test_captions_are_kept_unless_the_user_says_otherwise(fake, tmp_path):
     assert again.rows[1][1] == "mine" and mine.read_text() != "mine"
     undo_instructions(root)
     assert captions(root).keys() == {"0001.txt"} and mine.read_bytes() == b"\xef\xbb\xbfmine\r\n"
+
+
+def test_what_was_written_twice_is_undone_to_the_very_beginning(fake, tmp_path):
+    root = bare_pairs(tmp_path/"pairs")
+    t = trainer_of("tiny", root, tmp_path)
+    first = write_instructions(t)
+    again = write_instructions(t, language="German", overwrite=True)
+    assert {now for *_, now, _ in first.rows}.isdisjoint(now for *_, now, _ in again.rows)
+    undo_instructions(root)
+    assert captions(root) == {}
 
 
 @pytest.mark.parametrize("where", ["setting", "file"])
@@ -434,3 +444,18 @@ def test_the_viewer_without_a_trainer_has_no_such_button(tmp_path):
     view = SampleViewer(DataSection(dataset_path=str(write_pairs(tmp_path/"pairs", ((32, 32),)))))
     view.build()
     assert view.controls.propose.layout.display == "none"
+
+
+def test_the_pairs_that_one_instruction_is_made_of_are_spread_over_the_data_set(fake, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(instructions, "seen_at", lambda paths: seen.append(paths[-1].stem) or [None] * len(paths))
+    root = bare_pairs(tmp_path/"pairs", 3 * MOST_ASKED)
+    write_instructions(trainer_of("tiny", root, tmp_path), how="one", dry_run=True)
+    assert seen == [f"{3 * n:04}" for n in range(MOST_ASKED)]
+
+
+@pytest.mark.parametrize("size, shown", [((100, 80), (100, 80)), ((2048, 512), (1024, 256)), ((64, 32), (64, 56))])
+def test_images_are_made_smaller_and_never_larger_than_the_least_side(size, shown, tmp_path):
+    Image.new("RGB", size).save(tmp_path/"a.png")
+    (image,) = seen_at((tmp_path/"a.png",))
+    assert image.size == shown

@@ -121,6 +121,10 @@ def test_effect_is_the_share_of_the_way():
         assert math.isclose(got, share, abs_tol=0.02)
     same = without.astype(np.uint8)
     assert effect_of(same, same, same) is None
+    nearly = same.copy()
+    nearly[:12] ^= 1 # one grey level in an eighth of the image
+    assert effect_of(nearly, same, nearly) is None, "of less than half a grey level no share can be told"
+    assert effect_of(same ^ 1, same, same ^ 1) == 1
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["images after", "your LoRA alone"])
@@ -309,6 +313,7 @@ def test_texts_of_data_are_escaped_and_numbers_are_plain(files, published, tmp_p
     ("Qwen-Image-Edit-2511-Lightning-4steps-V1.0-bf16.safetensors", "2511"),
     ("Qwen-Image-Edit-2509-Lightning-8steps-V1.0-fp32.safetensors", "2509"),
     ("Qwen-Image-Edit-Lightning-4steps-V1.0.safetensors", "v1"),
+    ("qwen-image-edit-2511-lightning-4steps.safetensors", "2511"),
     ("Qwen-Image-Lightning-4steps-V2.0.safetensors", ""),
     ("my-Qwen-Image-Edit-2509-dusk.safetensors", "")])
 def test_published_files_say_their_model_by_their_names(tmp_path, name, variant):

@@ -290,6 +290,8 @@ def test_a_files_schedule_is_checked(wrong):
 
 def test_a_file_called_default_does_not_replace_the_trained_adapter():
     assert [one.name for one in parse_loras(["loras/default.safetensors", "b.safetensors"])] == ["default_2", "b"]
+    same = [f"{folder}/b.safetensors" for folder in ("one", "two", "three")]
+    assert [one.name for one in parse_loras(same)] == ["b", "b_2", "b_3"]
 
 
 def test_the_first_adapter_with_image_sizes_gives_them():

@@ -1,4 +1,5 @@
 """Model files: each job downloads what it needs, after a check of the disk; only downloaded files are deleted."""
+import json
 import os
 import shutil
 from pathlib import Path
@@ -205,6 +206,46 @@ def test_a_disk_holds_the_copy_and_the_largest_file(hub):
     hub.size -= 1
     with pytest.raises(OSError, match="it needs .* of free space"):
         model.check_disk_space("transformer", kept)
+
+
+@pytest.mark.parametrize("small", ["downloads", "copy"])
+def test_both_disks_must_hold_a_copy_and_its_largest_file(small, hub, monkeypatch):
+    model = hubs.hub_model(NAME)
+    folder = hub.folder if small == "downloads" else model.store
+    monkeypatch.setattr(hubs, "free_for_downloads", lambda path: 1 if path == folder else 10**15)
+    with pytest.raises(OSError, match="it needs .* of free space"):
+        model.check_disk_space("transformer", 1000)
+
+
+@pytest.mark.parametrize("gated, tags, said", [
+    (False, ["lora", "license:apache-2.0"], "no token needed, Apache-2.0"),
+    ("manual", ["license:other"], "a token of an account that has accepted its terms is needed, other"),
+    ("auto", [], "a token of an account that has accepted its terms is needed")])
+def test_what_a_model_asks_of_its_readers(gated, tags, said):
+    assert hubs.access_terms(gated, tags) == said
+
+
+@pytest.mark.parametrize("entry, sentence", [
+    (["os", "PathLike"], "needs 'os' for vae; only diffusers and transformers are imported"),
+    (["transformers", "AutoConfig"], "which is no Module"),
+    ([None, None], "has no vae")])
+def test_only_models_of_two_libraries_are_imported(entry, sentence, tmp_path):
+    (tmp_path/"model_index.json").write_text(json.dumps(dict(vae=entry)))
+    with pytest.raises(ValueError, match=sentence):
+        hubs.component_class(tmp_path, "vae")
+
+
+def test_without_a_network_the_revision_that_was_asked_for_is_looked_for(tmp_path, monkeypatch):
+    asked = []
+    def fails(*args, **kw): raise ConnectionError
+    def snapshot(name, **kw):
+        asked.append(kw)
+        return str(tmp_path)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fails)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    (tmp_path/"model_index.json").write_text("{}")
+    assert HubClient().files(NAME, "v2") == (tmp_path.name, {"model_index.json": 2})
+    assert asked == [dict(revision="v2", local_files_only=True)]
 
 
 @pytest.mark.parametrize("after", slow_except([6], [1, 6, 11]))
