@@ -13,7 +13,8 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_PROGRESS_BARS := 1
 # waiting threads sleep instead of spinning: an edit by the tiny model took 0.56 s instead of 0.81 with one of two cores busy
 export OMP_WAIT_POLICY := passive
-# bytecode is kept, whatever the machine says: without it each of some hundred processes would compile torch, diffusers and transformers again
+# bytecode is kept, whatever the machine says: without it each of some hundred processes
+# would compile torch, diffusers and transformers again
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -101,7 +101,8 @@ def test_results_at_the_end_of_a_cell_are_one_line_and_a_lora_has_a_card(pairs, 
         assert any(call in line for line in said), call
     (tmp_path/"own").mkdir(), (tmp_path/"own"/"README.md").write_text("mine")
     t.save_lora(tmp_path/"few", schedule="lightning")
-    assert "num_inference_steps=4)" in (tmp_path/"few"/"README.md").read_text(encoding="utf-8"), "the schedule that is stored with the LoRA"
+    card = (tmp_path/"few"/"README.md").read_text(encoding="utf-8")
+    assert "num_inference_steps=4)" in card, "the schedule that is stored with the LoRA"
     t.save_lora(tmp_path/"own"), t.save_lora(tmp_path/"file.safetensors")
     assert (tmp_path/"own"/"README.md").read_text() == "mine" and not (tmp_path/"README.md").exists()
 

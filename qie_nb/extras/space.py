@@ -18,7 +18,7 @@ from ..core.display import size_text
 from ..core.files import path_from, write_atomic
 from ..lora.file_header import title_of
 from ..lora.formats import WEIGHT_NAME, check_lora, is_hub_id
-from ..lora.model_card import loading_code, plain
+from ..lora.model_card import loading_code, plain, scheduler_code
 from ..models.components import VARIANTS
 from ..sampling.denoising import pick_schedule
 
@@ -187,8 +187,7 @@ def space_app(
     loading = loading_code(facts, "HERE", device)
     if schedule.scheduler:
         constants["SCHEDULER"] = schedule.scheduler
-        loading += ("own = pipe.scheduler\n"
-                    "pipe.scheduler = type(own).from_config(own.config, **SCHEDULER)\n")
+        loading += scheduler_code("SCHEDULER")
     lines = [f"{name} = {ascii(value)}\n" for name, value in constants.items()]
     given = "images" if facts["several_images"] else "images[0]"
     edit = EDIT.replace("IMAGES", ", ".join(names)).replace("GIVEN", given)

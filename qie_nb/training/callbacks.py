@@ -90,7 +90,7 @@ class RunPosition:
         self.epoch_ended = self.global_step > 0 and self.position == 0
         steps_per_epoch = -(-batches // per_step)
         left = -(-(batches - self.position) // per_step) # steps until the current epoch ends
-        begun = self.global_step + left - steps_per_epoch # at the current epoch, had its steps been like these
+        begun = self.global_step + left - steps_per_epoch # at this epoch, if all its steps are alike
         steps = length.steps_of(per_step * batch_size)
         if steps is None: # an earlier epoch may have had other batches
             epochs = length.epochs or self.epoch # without steps a length has epochs

@@ -113,7 +113,8 @@ def test_a_component_is_quantized_or_offloaded():
     model.check()
     model.set_offload("text_encoder", True)
     model.check("transformer")
-    with pytest.raises(ValueError, match="`model.text_encoder_quantize` nf4 is incompatible with `model.text_encoder_offload`"):
+    both = "`model.text_encoder_quantize` nf4 is incompatible with `model.text_encoder_offload`"
+    with pytest.raises(ValueError, match=both):
         model.check()
 
 

@@ -448,7 +448,11 @@ def test_the_viewer_without_a_trainer_has_no_such_button(tmp_path):
 
 def test_the_pairs_that_one_instruction_is_made_of_are_spread_over_the_data_set(fake, tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(instructions, "seen_at", lambda paths: seen.append(paths[-1].stem) or [None] * len(paths))
+
+    def look(paths) -> list:
+        seen.append(paths[-1].stem)
+        return [None] * len(paths)
+    monkeypatch.setattr(instructions, "seen_at", look)
     root = bare_pairs(tmp_path/"pairs", 3 * MOST_ASKED)
     write_instructions(trainer_of("tiny", root, tmp_path), how="one", dry_run=True)
     assert seen == [f"{3 * n:04}" for n in range(MOST_ASKED)]

@@ -101,6 +101,8 @@ def test_a_stage_that_is_missing_is_a_difference():
 
 
 ALIKE = dict(stage="prompt embedding", difference=0.5, relative=0.001)
+IMAGE = dict(stage="image, grey levels")
+DIFFERS = "differs from the pipeline, first in"
 
 
 @pytest.mark.parametrize("parity, errors, ok, verdict", [
@@ -108,9 +110,9 @@ ALIKE = dict(stage="prompt embedding", difference=0.5, relative=0.001)
     ([ALIKE], dict(training="no memory"), False, "failed in training"),
     ([], dict(pipeline="no memory"), False, "failed in pipeline"),
     ([], {}, False, "nothing was compared"),
-    ([ALIKE, dict(stage="image, grey levels", difference=1., relative=0.9)], {}, True, "passed"),
-    ([ALIKE, dict(stage="image, grey levels", difference=2., relative=0.)], {}, False, "differs from the pipeline, first in: image, grey levels"),
-    ([dict(ALIKE, relative=0.02)], {}, False, "differs from the pipeline, first in: prompt embedding")])
+    ([ALIKE, dict(IMAGE, difference=1., relative=0.9)], {}, True, "passed"),
+    ([ALIKE, dict(IMAGE, difference=2., relative=0.)], {}, False, f"{DIFFERS}: image, grey levels"),
+    ([dict(ALIKE, relative=0.02)], {}, False, f"{DIFFERS}: prompt embedding")])
 def test_all_is_well_only_if_all_was_compared_and_alike(parity, errors, ok, verdict):
     report = SelfCheck(dict(tolerance=0.01), parity, errors=errors)
     assert (report.ok, report.verdict) == (ok, verdict)

@@ -60,13 +60,16 @@ def test_usage_code_runs(variant, schedule, tmp_path, monkeypatch):
                          base_model=str(tiny_folder(variant)), captions=["say \"it's\" blue"], schedule=schedule)
     code = re.search(r"```python\n(.*?)\n```", write_model_card("lora", facts, where=str(tmp_path/"lora")).read_text(), re.S)[1]
     steps = f"num_inference_steps={schedule['steps'] if schedule else 20}"
-    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), (steps, "num_inference_steps=2, height=32, width=32")):
+    small = "num_inference_steps=2, height=32, width=32"
+    for old, new in (("bfloat16", "float32"), ('"cuda"', '"cpu"'), (steps, small)):
         assert old in code
         code = code.replace(old, new)
     made = {}
     with small_areas(variant, 96 * 96, 112 * 112): exec(code, made)
     if schedule:
-        assert {k: made["pipe"].scheduler.config[k] for k in schedule["scheduler"]} == schedule["scheduler"] and "true_cfg_scale=1.0" in code
+        used = made["pipe"].scheduler.config
+        assert {name: used[name] for name in schedule["scheduler"]} == schedule["scheduler"]
+        assert "true_cfg_scale=1.0" in code
     assert np.asarray(Image.open("output.png")).shape == (32, 32, 3)
 
 

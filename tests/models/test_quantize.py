@@ -227,7 +227,8 @@ def test_a_tensor_of_another_shape_is_named(q, tmp_path):
     weights = load_file(file)
     weights["proj_out.weight"] = torch.cat([weights["proj_out.weight"]] * 2)
     save_file(weights, file)
-    with pytest.raises(ValueError, match=r"proj_out.weight has shape \[\d+, \d+\] in the checkpoint, but \[\d+, \d+\] by its config.json"):
+    sentence = r"proj_out.weight has shape \[\d+, \d+\] in the checkpoint, but \[\d+, \d+\] by its config.json"
+    with pytest.raises(ValueError, match=sentence):
         load_quantized(QwenImageTransformer2DModel, folder, q)
 
 

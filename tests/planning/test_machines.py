@@ -492,7 +492,8 @@ def test_the_screen_of_a_gpu_is_found_by_its_bus(tmp_path):
 
 
 def test_of_gpus_of_one_kind_the_smallest_and_the_fullest_count():
-    gpus = [replace(T4, free=free, bytes=size) for size, free in ((15 * GB, 14 * GB), (14 * GB, 12 * GB), (16 * GB, None))]
+    sizes = (15 * GB, 14 * GB), (14 * GB, 12 * GB), (16 * GB, None)
+    gpus = [replace(T4, bytes=size, free=free) for size, free in sizes]
     found = first_kind([*gpus, replace(H100, free=1 * GB)])
     assert (found.name, found.count, found.bytes, found.free) == ("Tesla T4", 3, 14 * GB, 12 * GB)
 
@@ -503,7 +504,8 @@ def test_a_card_that_is_only_named_has_the_capability_and_host_memory_of_its_kin
     assert [host_bytes(gpu) for gpu in (p100, t4, None)] == [float("inf"), KAGGLE_HOST, float("inf")]
 
 
-@pytest.mark.parametrize("value, hidden", [("", True), ("-1", True), ("NoDevFiles", True), ("0", False), ("1,0", False), (None, False)])
+@pytest.mark.parametrize("value, hidden", [
+    ("", True), ("-1", True), ("NoDevFiles", True), ("0", False), ("1,0", False), (None, False)])
 def test_a_variable_hides_all_gpus(value, hidden):
     assert hides_gpus({} if value is None else {"CUDA_VISIBLE_DEVICES": value}) is hidden
 
@@ -527,7 +529,8 @@ def test_a_run_of_epochs_is_saved_by_epochs_and_one_of_samples_by_quarters():
 
 @pytest.mark.parametrize("processes, steps", [("auto", 40), (1, 40), (2, 20)])
 def test_the_steps_of_a_run_are_shared_by_the_processes_that_were_asked_for(processes, steps):
-    config = make_config(dict(data=dict(batch_size=2), train=dict(gradient_accumulation_steps=2, num_processes=processes)))
+    train = dict(gradient_accumulation_steps=2, num_processes=processes)
+    config = make_config(dict(data=dict(batch_size=2), train=train))
     assert expected_steps(config, Choice(RunLength(samples=160))) == steps
 
 

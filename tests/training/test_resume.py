@@ -27,7 +27,8 @@ def test_the_epochs_that_an_older_version_wrote_by_itself_are_no_change():
 
 
 @pytest.mark.parametrize("train, value", [
-    (dict(mask_min_weight=0.25), 0.25), (dict(mask_background=0.5), 0.5), (dict(mask_min_weight=0.25, mask_background=0.5), 0.25)])
+    (dict(mask_min_weight=0.25), 0.25), (dict(mask_background=0.5), 0.5),
+    (dict(mask_min_weight=0.25, mask_background=0.5), 0.25)])
 def test_a_setting_is_found_by_its_older_name(train, value):
     (setting,) = (s for s in all_settings() if s.name == "train.mask_min_weight")
     assert recorded(dict(train=train), setting) == value

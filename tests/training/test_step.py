@@ -105,7 +105,8 @@ def test_another_loader_is_taken_up_where_the_run_stopped():
 @pytest.mark.parametrize("accumulated", [1, 2, 3])
 def test_a_run_is_planned_to_the_end_of_its_epoch_wherever_a_forced_resume_takes_it_up(position, accumulated):
     "Its earlier steps may have had another number of batches."
-    state, epoch = RunState(position=position, global_step=5), [dict(prompt=["x"]) for _ in range(8)]
+    state = RunState(position=position, global_step=5)
+    epoch = [dict(prompt=["x"]) for _ in range(8)]
     state.plan_lengths(RunLength(epochs=1), len(epoch), accumulated)
     assert state.max_steps == 5 + len(list(BatchStream(epoch, accumulated, []).groups(state)))
     assert state.num_epochs == 1
